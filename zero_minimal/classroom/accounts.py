@@ -1,4 +1,4 @@
-"""Accounts: what the kernel says of processes, in /proc, where no submission can write. (Linux: elsewhere None.)"""
+"""Accounts: the kernel's figures for processes, in /proc, where no submission can write. (Linux; elsewhere None.)"""
 
 import contextlib
 import os
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 
 
 def sent_by(process: int) -> int | None:
-    """Bytes that a process has written so far, by whichever of its threads and wherever to."""
+    """Bytes that a process has written so far, from any of its threads to any target."""
     return _figure(f"/proc/{process}/io", "wchar:")
 
 
 def held_by(process: int) -> int | None:
-    """Bytes of memory that are a process's own now: what it allocated by whatever means, not the files it maps."""
+    """Bytes of a process's own memory now: all that it allocated by any means, without mapped files."""
     parts = [_figure(f"/proc/{process}/status", label) for label in ("RssAnon:", "RssShmem:")]
-    return None if None in parts else 1024 * sum(parts)  # it may end between the two looks
+    return None if None in parts else 1024 * sum(parts)  # it may end between the two reads
 
 
 def _figure(file: str, label: str) -> int | None:
@@ -27,32 +27,32 @@ def _figure(file: str, label: str) -> int | None:
 
 
 class Busy(RuntimeError):
-    """Ranks had too little of the machine: nothing can be said of what they run."""
+    """Ranks got too little processor time for a judgement."""
 
 
 class Clock:
-    """Time as processes have it that share the machine with others. `spent`: the seconds that they would have taken on
-    a machine of their own, about; `passed`: those of the clock on the wall.
+    """Time for processes that share the machine with others. `spent`: about the seconds that they would have taken on
+    their own machine; `passed`: seconds of wall-clock time.
 
-    While one of them, or this process, is ready to run and no processor is free, time does not count. One that waits
-    for another, or sleeps, lets it pass; one that runs has at least spent what it ran.
+    Time does not count while one of them, or this process, is ready to run and no processor is free. It counts while
+    they wait for each other or sleep; a process has spent at least the time that it ran.
     """
 
     def __init__(self):
         self.begun = self.looked = time.monotonic()
-        self.known: dict[tuple[int, str], tuple[float, float]] = {}  # (process, thread): seconds it ran, stood ready
+        self.known: dict[tuple[int, str], tuple[float, float]] = {}  # (process, thread): seconds running, seconds ready
         self.ran: dict[int, float] = {}  # process: seconds
-        self.free = 0.0  # seconds in which none of them stood ready
+        self.free = 0.0  # seconds in which none of them was ready but waiting for a processor
         self._ready([os.getpid()])
 
     def look(self, processes: Iterable[int] = ()) -> None:
-        """Once in a while, and at these, which have begun since."""
+        """Update the times, also of `processes`, which have begun since. Call it regularly."""
         now = time.monotonic()
         self.free += max(0.0, now - self.looked - self._ready([os.getpid(), *processes]))
         self.looked = now
 
     def _ready(self, processes: Iterable[int]) -> float:
-        """Seconds that their threads stood ready since the look before."""
+        """Seconds that their threads were ready to run since the last look."""
         ready = 0.0
         for process in processes:
             for thread, times in _scheduled(process):
@@ -72,8 +72,8 @@ class Clock:
 
 
 def _scheduled(process: int) -> list[tuple[str, tuple[float, float]]]:
-    """Of each thread: its number, and the seconds that it ran and that it stood ready to run. (Empty where the kernel
-    does not tell.)"""
+    """For each thread: its number, and the seconds that it ran and that it was ready to run. (Empty if the kernel does
+    not report them.)"""
     found = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{process}/task"):
@@ -84,7 +84,7 @@ def _scheduled(process: int) -> list[tuple[str, tuple[float, float]]]:
 
 
 def end_all_below(process: int) -> int:
-    """Kill all that descends from a process, until none is left. Returns how many there were."""
+    """Kill all descendants of a process, until none is left. Returns how many there were."""
     ended, until = set(), time.monotonic() + 5
     while (found := [child for child in descendants(process) if lives(child)]) and time.monotonic() < until:
         for child in found:
@@ -96,7 +96,7 @@ def end_all_below(process: int) -> int:
 
 
 def descendants(process: int) -> list[int]:
-    """Children of a process, their children, and so on. (Linux only: elsewhere none is seen.)"""
+    """Children of a process, their children, and so on. (Linux only; elsewhere none are found.)"""
     found = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{process}/task"):

@@ -1,7 +1,7 @@
-"""Attempt page: what `grade --html` writes, one page in which a learner sees what their file did on one small run.
+"""Attempt page: written by `grade --html`, one page that shows learners what their file did in one small run.
 
-It is the section "Your own attempt" of the lesson's notebook, run on that file and written as HTML. The cells before it
-that the section needs have the tag "attempt", and are not shown.
+It is the section "Your own attempt" of the lesson's notebook, run on that file and written as HTML. Earlier cells that
+the section needs have the tag "attempt", and are not shown.
 """
 
 import functools
@@ -26,11 +26,11 @@ td:nth-child(2) { white-space: nowrap } td pre { margin: 0 }
 
 
 def write(path: Path, lesson: Lesson, file: Path, points: list[dict]) -> None:
-    """Run the file once more in the lesson's notebook, and write what the cells show into an HTML file. There it writes
-    into a folder of its own alone (where Landlock is), and may read what its user may.
+    """Run the file once more in the lesson's notebook, and write the cells' outputs into an HTML file. With Landlock,
+    the run can write only into its own folder, and can read what its user can.
 
     Args:
-        points: a dict a step, as in results.json.
+        points: a dict for each step, as in results.json.
     Raises: OSError if the file cannot be written.
     """
     title = html.escape(f"{lesson.name[:2]} {lesson.title}")
@@ -45,8 +45,8 @@ def write(path: Path, lesson: Lesson, file: Path, points: list[dict]) -> None:
 
 
 def _section(lesson: Lesson, file: Path) -> str:
-    """HTML of the section's texts and outputs; or why there are none."""
-    import nbformat  # not before a page is asked for: it takes a second
+    """HTML of the section's texts and outputs, or why there are none."""
+    import nbformat  # only for a page: the import takes a second
     from nbclient import NotebookClient
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from nbconvert import HTMLExporter
@@ -58,11 +58,11 @@ def _section(lesson: Lesson, file: Path) -> str:
     shown[0].source = SECTION + texts[start][2]
     needed = [cell for cell in book.cells[:start] if "attempt" in cell.metadata.get("tags", ())]
     for cell in shown:
-        cell.get("outputs", []).clear()  # of another file
+        cell.get("outputs", []).clear()  # outputs of another file
     book.cells = needed + shown
     client = NotebookClient(book, timeout=CELL, startup_timeout=CELL, allow_errors=True, kernel_name="python3",
                             resources={"metadata": {"path": str(HOUSE / "notebooks")}})
-    client.create_kernel_manager().kernel_spec.argv[0] = sys.executable  # and no other Python of that name
+    client.create_kernel_manager().kernel_spec.argv[0] = sys.executable  # not another Python of that name
     ended = ""
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"ZERO_ATTEMPT": str(file), "ZERO_READING": "1", "TMPDIR": folder, "IPYTHONDIR": folder}

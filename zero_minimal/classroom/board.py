@@ -1,7 +1,7 @@
-"""python -m zero_minimal board FOLDER: a class's table for the budget (part B of lesson 10), the best first.
+"""python -m zero_minimal board FOLDER: a class's table for the budget (part B of lesson 10), best first.
 
-Each system.py below the folder is a submission, named by its folder; a Python file in the folder itself is one, too,
-named by itself. What it is worth comes from the files alone: so the board is the same wherever it is made.
+Each system.py below the folder is a submission, named after its folder; a Python file in the folder itself is one, too,
+named after itself. Scores depend only on the files, so the board is the same on every machine.
 """
 
 import argparse
@@ -25,7 +25,7 @@ STYLE = ("body{font:16px/1.5 sans-serif;margin:2rem;max-width:75rem}table{border
 
 @dataclass(frozen=True)
 class Row:
-    """A submission, and its scores, one a track."""
+    """A submission and its scores, one for each track."""
 
     who: str
     scores: list[Score]
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def faults(self) -> str:
-        """What cost it whole tracks, each sentence once."""
+        """Why it got no medal on some tracks, each reason once."""
         said: dict[str, list[str]] = {}
         for score in self.scores:
             if not score.medal:
@@ -45,13 +45,13 @@ class Row:
 
 
 def rows_of(folder: Path, judged=judge, tell=lambda row: None) -> list[Row]:
-    """One for each submission, sorted: most points first, then the nearest to the bounds, then by name. A submission
-    that cannot be judged is a row with the reason."""
+    """A row for each submission, sorted: most points first, then nearest to the bounds, then by name. The row of a
+    submission that cannot be judged has the reason."""
     rows = []
     for who, file in submissions_in(folder).items():
         try:
             scores = judged(file)
-        except Exception as error:  # a broken one must not cost the others their board
+        except Exception as error:  # one broken submission must not prevent the board
             words = f"it could not be judged: {type(error).__name__}: {error}".splitlines()[0]
             scores = [illegal(track, words) for track in TRACKS]
         rows.append(Row(who, scores))
@@ -60,7 +60,7 @@ def rows_of(folder: Path, judged=judge, tell=lambda row: None) -> list[Row]:
 
 
 def submissions_in(folder: Path) -> dict[str, Path]:
-    """who: file. Raises: ValueError if there is none."""
+    """{who: file}. Raises: ValueError if there is none."""
     files = {file.stem: file for file in sorted(folder.glob("*.py")) if file.name != FILE}
     for file in sorted(folder.rglob(FILE)):
         files[str(file.parent.relative_to(folder)) if file.parent != folder else FILE] = file
@@ -70,12 +70,12 @@ def submissions_in(folder: Path) -> dict[str, Path]:
 
 
 def _off(row: Row) -> float:
-    """How far above the bounds, the mean; what has no medal is twice them."""
+    """The mean ratio to the bounds; a track without a medal counts as 2."""
     return sum(score.off if score.medal else 1.0 for score in row.scores) / len(row.scores)
 
 
 def table(rows: list[Row]) -> list[list[str]]:
-    """The cells below HEAD. Equal points are an equal place."""
+    """The rows below HEAD. Equal points give the same place."""
     return [[str(1 + sum(other.points > row.points for other in rows)), row.who, str(row.points),
              *map(_cell, row.scores), row.faults] for row in rows]
 
@@ -94,7 +94,7 @@ def as_markdown(rows: list[Row]) -> str:
 
 
 def as_html(rows: list[Row]) -> str:
-    """A page by itself."""
+    """A complete page."""
     body = "".join("<tr>" + "".join(_html_cell(cell) for cell in line) + "</tr>\n" for line in table(rows))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in HEAD)
     return (f"<!doctype html><html lang=en><meta charset=utf-8><title>The budget</title><style>{STYLE}</style>"
@@ -107,7 +107,7 @@ def _html_cell(cell: str) -> str:
 
 
 def as_csv(rows: list[Row]) -> str:
-    """For a spreadsheet: bytes and points as numbers, a line a submission."""
+    """For a spreadsheet: bytes and points as numbers, a line for each submission."""
     written = io.StringIO()
     names = [f"{track.name} {part}" for track in TRACKS for part in ("medal", "points", "bytes", "above bound")]
     writer = csv.writer(written, lineterminator="\n")
@@ -121,7 +121,7 @@ def as_csv(rows: list[Row]) -> str:
 
 
 def _harmless(cell: str) -> str:
-    """A spreadsheet takes a cell that begins so for a formula."""
+    """Quote a cell that a spreadsheet would read as a formula."""
     return f"'{cell}" if cell[:1] in "=+-@" else cell
 
 
@@ -136,7 +136,7 @@ def main(arguments: list[str]) -> int:
     """Exit code: 0, or 2 for a wrong call."""
     parser = argparse.ArgumentParser(prog="python -m zero_minimal board", allow_abbrev=False,
                                      description="A class's table for the budget, part B of lesson 10.")
-    parser.add_argument("folder", type=Path, help=f"with a folder for each learner, and {FILE} in it")
+    parser.add_argument("folder", type=Path, help=f"contains a folder for each learner, with {FILE} in it")
     parser.add_argument("--write", type=Path, action="append", default=[], metavar="FILE",
                         help="also write the table: FILE.md, FILE.html or FILE.csv; may be given several times")
     options = parser.parse_args(arguments)

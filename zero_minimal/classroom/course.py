@@ -1,6 +1,6 @@
 """python -m zero_minimal progress: all lessons, what you have earned and guessed in each, and what to do next.
 
-A lesson is found by its folder lessons/NN_name; the table in lessons/README.md names those that are not written yet.
+A lesson is found by its folder lessons/NN_name; the table in lessons/README.md names unwritten lessons.
 """
 
 import argparse
@@ -16,14 +16,14 @@ from zero_minimal.classroom.submission import text_of
 from zero_minimal.programs import record
 from zero_minimal.programs.words import COLUMNS, paragraph
 
-NEAR = 0.1  # a guess is near if it is off by at most this part of what was measured
+NEAR = 0.1  # a guess is near if it is off by at most this share of the measurement
 ROW = re.compile(r"^\| *\[?(\d\d) ([^\]|]+?)\]?(?:\([^)]*\))? *\|", re.MULTILINE)
 NONE = "–"
 
 
 @dataclass
 class Entry:
-    """One lesson of the course, written or not, and what has been done in it."""
+    """One lesson of the course, written or not, and the learner's progress in it."""
 
     number: str  # two digits
     title: str
@@ -33,26 +33,26 @@ class Entry:
 
     @property
     def marks(self) -> dict[int, record.Mark]:
-        """By step, of those that have points."""
+        """Marks by step, for steps that have points."""
         numbers = [step.number for step in self.lesson.steps] if self.lesson else []
         return {number: self.done.steps[number] for number in numbers if number in self.done.steps}
 
     @property
     def last(self) -> tuple[float, str]:
-        """The points that the steps had last, added up, and when the latest of them came."""
+        """The sum of the steps' latest points, and when the newest were earned."""
         return (sum(mark.last for mark in self.marks.values()),
                 max((mark.last_at for mark in self.marks.values()), default=""))
 
     @property
     def best(self) -> tuple[float, str]:
-        """The most points that there have been at one time, and when. Never below the last: a grade of one step, or a
-        watch, can raise that too."""
+        """The most points earned at one time, and when. Never below `last`, which grading one step, or a watch, can
+        also raise."""
         sums = [(mark.best, mark.best_at) for mark in (self.done.whole, self.done.together) if mark]
         return max([*sums, self.last], key=lambda each: each[0])
 
     @property
     def touched(self) -> str:
-        """When something was done in it last; "" if never."""
+        """When the learner last worked on it; "" if never."""
         guesses = [made[-1].at for made in self.done.guesses.values()]
         return max([*guesses, *(mark.last_at for mark in self.marks.values())], default="")
 
@@ -91,7 +91,7 @@ def course(folder: Path) -> list[Entry]:
 
 
 def _with_its_draw(lesson: Lesson) -> Lesson:
-    """With the steps that the learner's own file draws, where steps are drawn."""
+    """The lesson with the steps that the learner's own file draws, if steps are drawn."""
     return as_drawn(lesson, text_of(lesson.starter)) if lesson.draw and lesson.starter.exists() else lesson
 
 
@@ -99,7 +99,7 @@ def _with_its_draw(lesson: Lesson) -> Lesson:
 
 
 def overview(entries: list[Entry]) -> list[str]:
-    """A line a lesson."""
+    """A line for each lesson."""
     lines = [_line("lesson", "points by step", "last", "best", "guesses"), "-" * COLUMNS]
     for entry in entries:
         name = f"{entry.number} {entry.title}"
@@ -117,11 +117,11 @@ def overview(entries: list[Entry]) -> list[str]:
 
 
 def next_step(entries: list[Entry]) -> str:
-    """One line: what to do now. The lesson that was worked on last goes on; else it is the first that is not done."""
+    """One line: what to do now. The lesson last worked on continues; otherwise the first one that is not done."""
     open_ones = [entry for entry in entries if entry.lesson and not _is_done(entry)]
     if not open_ones:
         return "Next: nothing, you have full marks in all lessons that are written."
-    entry = max(open_ones, key=lambda entry: entry.touched)  # of equals the first
+    entry = max(open_ones, key=lambda entry: entry.touched)  # max() takes the first of equals
     if not entry.touched:
         return f"Next: read lessons/{entry.folder.name}/README.md"
     for step in entry.lesson.steps:
@@ -132,7 +132,7 @@ def next_step(entries: list[Entry]) -> str:
 
 
 def in_full(entry: Entry) -> list[str]:
-    """One lesson, each step and each guess."""
+    """One lesson with each step and each guess."""
     lines = [f"{entry.number} {entry.title}", *([] if entry.lesson else [_without_points(entry)])]
     for step in entry.lesson.steps if entry.lesson else ():
         mark = entry.marks.get(step.number)
@@ -163,7 +163,7 @@ def _mark(mark: record.Mark | None) -> str:
 
 
 def _is_done(entry: Entry) -> bool:
-    """All its points were earned in one grade, and nothing is known of a later one that lost some."""
+    """All its points were earned in one grade, and no later grade lost any."""
     whole = entry.done.whole
     return bool(whole) and whole.best == whole.of and all(mark.last == mark.of for mark in entry.marks.values())
 

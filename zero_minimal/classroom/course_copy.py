@@ -1,8 +1,8 @@
-"""Course copy: the one of the course that a submission's ranks live in. It holds what they need, and no answer.
+"""Course copy: the copy of the course that a submission's ranks use. It has all that they need, but no answer.
 
-    house/    zero_minimal without what solves the lesson; of the tests what runs in ranks: toys.py, checks.py
-    work/     the Python files beside the submission, which it may import
-    runs/     where ranks may write: a folder for each
+    house/    zero_minimal without modules that solve the lesson; the test files that run in ranks: toys.py, checks.py
+    work/     the Python files in the submission's folder, which it may import
+    runs/     where ranks may write: a folder for each rank
 """
 
 import os
@@ -16,11 +16,11 @@ from zero_minimal.classroom.lessons import HOUSE, PACKAGE, Lesson
 
 IN_RANKS = ("toys.py", "checks.py")  # tests/*.py that run in them
 SYSTEM = ("/usr", "/lib", "/lib64", "/etc", "/proc", "/sys", "/dev", "/opt/lib", "/nix/store", "/run/current-system")
-LARGE, MANY = 2**20, 100  # bytes of a helper file, and how many of them
+LARGE, MANY = 2**20, 100  # the most bytes of a helper file, and the most of these files
 
 
 def stage(lesson: Lesson, submission: Path, folder: Path) -> dict:
-    """Fill the folder; return where a rank reads and writes: house, work, runs, readable, python."""
+    """Fill the folder; return the paths that a rank reads and writes: house, work, runs, readable, python."""
     house, work, runs = folder / "house", folder / "work", folder / "runs"
     solved = {os.path.join(HOUSE, *name.split(".")) + ".py" for name in lesson.forbidden}
     shutil.copytree(PACKAGE, house / PACKAGE.name, ignore=lambda where, names: [
@@ -30,7 +30,7 @@ def stage(lesson: Lesson, submission: Path, folder: Path) -> dict:
     work.mkdir()
     runs.mkdir()
     bring_helpers(submission, work)
-    folder.chmod(0o755)  # mkdtemp's are closed to all others, and ranks may be nobody's
+    folder.chmod(0o755)  # mkdtemp's folders are closed to other users, and ranks may run as nobody
     places = sys.prefix, sys.base_prefix, *site.getsitepackages(), site.getusersitepackages()
     python = sorted({os.path.realpath(path) for path in places if os.path.exists(path)})
     readable = [part for path in (*SYSTEM, *python) if os.path.exists(path)
@@ -40,13 +40,13 @@ def stage(lesson: Lesson, submission: Path, folder: Path) -> dict:
 
 
 def answers() -> list[str]:
-    """Folders that hold the reference, or more: this checkout, and where else this package is installed."""
+    """Folders that contain the reference: this checkout, and other installations of this package."""
     installed = [os.path.join(path, PACKAGE.name) for path in sys.path]
     return sorted({os.path.realpath(path) for path in (HOUSE, *installed) if os.path.isdir(path)})
 
 
 def bring_helpers(submission: Path, work: Path) -> None:
-    """The files in `work` are those beside the submission, as they are now."""
+    """Replace the files in `work` by the current ones in the submission's folder."""
     for file in work.iterdir():
         file.unlink()
     for file in helpers(submission):
@@ -54,7 +54,7 @@ def bring_helpers(submission: Path, work: Path) -> None:
 
 
 def helpers(submission: Path) -> list[Path]:
-    """Python files beside the submission, without itself."""
+    """Python files in the submission's folder, without the submission."""
     files = sorted(file for file in submission.parent.glob("*.py") if file.is_file() and not file.is_symlink()
                    and file.stat().st_size <= LARGE and file.name != submission.name)
     return files[:MANY]

@@ -1,10 +1,10 @@
-"""Drawn: lessons that have more steps than one learner is graded on. Which ones it is, the name in the file decides.
+"""Drawn: lessons with more steps than one learner is graded on. The name in the file decides which.
 
     NAME = "Ada Lovelace"
 
 at the top of assignment.py draws the same `draw` steps of lesson.toml on every machine: at least one of each group. It
-also draws the numbers that a step is tried with (`seed`). What a learner writes in words is only looked for: texts of
-lesson.toml's `written`, which a teacher reads.
+also draws the numbers that a step is run with (`seed`). Answers in words, lesson.toml's `written`, are only checked for
+presence; a teacher reads them.
 """
 
 import ast
@@ -16,13 +16,13 @@ from zero_minimal.classroom.lessons import Lesson, Step
 
 NAMELESS = ("NAME at the top of the file is empty: write your own name between the quotes. It draws the {draw} "
             "that you are graded on, and the numbers that they are run with")
-ENOUGH = 40  # words of an answer that is an answer
+ENOUGH = 40  # the fewest words of an answer that counts as written
 
 
 def as_drawn(lesson: Lesson, source: str) -> Lesson:
-    """The lesson with the steps that the name in this text draws; as it is, if nothing is drawn in it.
+    """The lesson with the steps that the name in this text draws; unchanged if the lesson draws none.
 
-    Without a name it has one step, number 0, which nobody can have done.
+    Without a name it has one step, number 0, which cannot be passed.
     """
     if not lesson.draw:
         return lesson
@@ -33,20 +33,20 @@ def as_drawn(lesson: Lesson, source: str) -> Lesson:
 
 
 def nameless(lesson: Lesson, source: str) -> str:
-    """What a learner is told whose file has no name, though it needs one; "" if all is well."""
+    """The message for a file without the name that it needs; "" if nothing is missing."""
     if not lesson.draw or name_of(source):
         return ""
     return NAMELESS.format(draw=lesson.draw)
 
 
 def name_of(source: str) -> str:
-    """The name in a submission: small letters, single spaces. "" if there is none, or the text is not Python."""
+    """The name in a submission, in lower case with single spaces. "" if there is none, or the text is not Python."""
     text = texts_of(source).get("NAME", "")
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def texts_of(source: str) -> dict[str, str]:
-    """NAME = "text" at the top level of a file, read and not run."""
+    """{NAME: text} of the assignments at the top level of a file, which is read and not run."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -57,19 +57,19 @@ def texts_of(source: str) -> dict[str, str]:
 
 
 def draw(lesson: Lesson, name: str) -> list[Step]:
-    """One step of each group first, then any others, in an order that only the name decides."""
+    """One step of each group first, then others, in an order that only the name determines."""
     order = sorted(lesson.steps, key=lambda step: seed(name, str(step.number)))
     firsts = [next(step for step in order if step.group == group) for group in lesson.groups]
     return (firsts + [step for step in order if step not in firsts])[: lesson.draw]
 
 
 def seed(name: str, what: str) -> int:
-    """A number that a name decides, of 48 bits: the same on every machine, and with every Python."""
+    """A 48-bit number that a name determines: the same on every machine, and with every Python."""
     return int.from_bytes(hashlib.sha256(f"{name}/{what}".encode()).digest()[:6], "big")
 
 
 def in_writing(lesson: Lesson, source: str) -> str:
-    """What is said of the answers in words, which no grader can judge; "" if the lesson has none."""
+    """The message on answers in words, which no grader can judge; "" if the lesson has none."""
     if not lesson.written:
         return ""
     texts = texts_of(source)

@@ -1,12 +1,12 @@
-"""Fork server: the process that a submission's ranks are forked from. It starts clean, in a copy of the course that
-holds no answer, in a sandbox, and never runs a submission itself.
+"""Fork server: the process that forks a submission's ranks. It starts clean, in a sandbox, in a copy of the course
+without answers, and never runs a submission itself.
 
     grade.py → judge (pytest, plugin.py) → fork server → ranks, which run the submission, and their hosts (hosts.py)
-    trusted    trusted                     sandboxed     sandboxed, each with a folder of its own
+    trusted    trusted                     sandboxed     sandboxed, each with its own folder
 
-The judge asks through a socket, a line of JSON each; so does a rank answer, by `results`. A rank gets its work as a
-pickle, since that comes from the judge; nothing is ever unpickled on the way back. (A Connection sends by write(),
-which the kernel counts.)
+The judge sends requests through a socket, each a line of JSON; a rank answers in the format of `results`. A rank gets
+its work as a pickle, since the judge is trusted; nothing on the way back is ever unpickled. (A Connection sends by
+write(), which the kernel counts.)
 """
 
 import faulthandler
@@ -21,22 +21,22 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-READY = b"ready\n"  # to fork
-DATA = b"data"  # a rank's question for the secret of its data
-HERE = b"here"  # its rank's first message: it has joined, and no line of the submission has run
+READY = b"ready\n"  # it can fork now
+DATA = b"data"  # a rank's request for the secret of its data
+HERE = b"here"  # a rank's first message: it has joined, and no line of the submission has run
 
 
 def main(control: socket.socket, settings: dict) -> None:
-    """Fork ranks and report how they ended, until nobody is left who could ask."""
+    """Fork ranks and report how they ended, until the judge is gone."""
     from zero_minimal.classroom import hosts, sandbox
 
     os.setsid()
     sandbox.give_up_root(settings["python"], settings["runs"])
-    sandbox.end_with_parent()  # after that: who changes rights is forgotten
+    sandbox.end_with_parent()  # afterwards, since a change of rights resets it
     sandbox.only_files(settings["readable"], [settings["runs"], "/dev/null"])
     os.environ["TMPDIR"] = tempfile.tempdir = settings["runs"]
     _get_ready()
-    sys.path.append(settings["work"])  # last: a helper file hides no module
+    sys.path.append(settings["work"])  # last, so that a helper file hides no module
     control.sendall(READY)
     processes: set[int] = set()
     while True:
@@ -48,7 +48,7 @@ def main(control: socket.socket, settings: dict) -> None:
             processes.add(answer := _fork(_rank, request["start"], control, *descriptors))
         elif "host" in request:
             processes.add(answer := _fork(hosts.host, request["host"], control, *descriptors))
-        elif "anew" in request:  # another judge asks from here on, and nothing of the last one's is left
+        elif "anew" in request:  # a new judge: end all processes of the last one
             for process in processes:
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
@@ -61,7 +61,7 @@ def main(control: socket.socket, settings: dict) -> None:
 
 
 def _get_ready() -> None:
-    """Import once what every rank needs; let freed memory go back at once, so that what a rank holds can be seen."""
+    """Import once what every rank needs; return freed memory at once, so that a rank's memory can be measured."""
     import ctypes
     import gc
 
@@ -82,7 +82,7 @@ def _fork(work: Callable, setup: dict, control: socket.socket, line: int, stacks
         for descriptor in (line, stacks, *others):
             os.close(descriptor)
         return process
-    control.close()  # a submission could answer the judge through it
+    control.close()  # otherwise a submission could answer the judge through it
     try:
         _settle(setup, stacks)
         work(setup, Connection(line), *others)
@@ -91,8 +91,8 @@ def _fork(work: Callable, setup: dict, control: socket.socket, line: int, stacks
 
 
 def _settle(setup: dict, stacks: int) -> None:
-    """A process that will run a submission: it ends with its parent, says where it stands when it is asked to or when
-    it crashes, and writes into a folder of its own, and into the store in which ranks meet."""
+    """Prepare a process that will run a submission: it ends with its parent, writes its stack on request or in a crash,
+    and can write only into its own folder and the store in which ranks meet."""
     import checks
 
     from zero_minimal.classroom import sandbox
@@ -111,7 +111,7 @@ def _settle(setup: dict, stacks: int) -> None:
 
 
 def _rank(setup: dict, line: Connection) -> None:
-    """What a rank does: join, get its work, do it, answer, and wait until every rank is done."""
+    """A rank's life: join, get its work, do it, answer, and wait until every rank is done."""
     import torch.distributed as dist
     import toys
 
@@ -129,18 +129,18 @@ def _rank(setup: dict, line: Connection) -> None:
         function, args = pickle.loads(line.recv_bytes())
         answer = b"result\n" + results.encode(function(*args))
         joining.say_goodbye()
-    except BaseException as error:  # SystemExit too: the judge must hear of it
+    except BaseException as error:  # also SystemExit: the judge must learn of it
         told = {"words": str(error) or type(error).__name__, "kind": type(error).__name__,
                 "lost_a_peer": failures.lost_a_peer(error), "seconds": time.time()}
         answer = b"failure\n" + json.dumps(told).encode()
     line.send_bytes(answer)
-    if answer.startswith(b"result"):  # after a failure the others shall see at once that we are gone
-        line.recv_bytes()  # leaving earlier would close connections that the others still use
+    if answer.startswith(b"result"):  # after a failure, the others must see at once that we are gone
+        line.recv_bytes()  # an earlier exit would close connections that the others still use
     os._exit(0)
 
 
 class Asked(dict):
-    """{rank: the secret of its data}, for which it asks when it wants its first batch."""
+    """{rank: the secret of its data}, which the rank requests when it needs its first batch."""
 
     def __init__(self, rank: int, line: Connection):
         self.rank, self.line = rank, line

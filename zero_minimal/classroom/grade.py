@@ -1,8 +1,8 @@
-"""python -m zero_minimal grade FILE: points for an assignment by step, and for each step that fails what to mend.
-With a folder, such as lessons or that of a class, in the place of FILE: all assignments below it, one after the other.
+"""python -m zero_minimal grade FILE: points for an assignment by step, and what to fix in each failed step. With a
+folder instead of FILE, such as lessons or a class's folder: all assignments below it, one after the other.
 
-The tests run in a process of their own (judging.py). With --watch that process waits, and a grade begins whenever the
-file is saved (watch.py).
+The tests run in a separate process (judging.py). With --watch that process waits, and a grade begins whenever the file
+is saved (watch.py).
 """
 
 import argparse
@@ -39,12 +39,12 @@ def main(arguments: list[str]) -> int:
     if not sandbox.holds():
         print("This system cannot fence a submission in (Linux 5.13 can): grade nobody's file but your own.\n")
     try:
-        if options.json:  # should the grader itself be brought down, this is what counts
+        if options.json:  # this counts if the grader itself crashes
             options.json.write_text(json.dumps(_results(calls, all_grades, 0.0)))
         codes = [_graded(call, grades) for call, grades in zip(calls, all_grades, strict=True)]
     except (RuntimeError, OSError) as failure:
         if options.json and isinstance(failure, Busy):
-            options.json.unlink()  # nobody has earned 0 points
+            options.json.unlink()  # this is not a grade of 0 points
         progress.take_back()
         print(f"error: {failure}", file=sys.stderr)
         return 3
@@ -55,16 +55,16 @@ def main(arguments: list[str]) -> int:
 
 @dataclass
 class Call:
-    """What the grader was called with."""
+    """One call of the grader."""
 
     options: argparse.Namespace
     file: Path
     lesson: Lesson
-    step: Step | None  # the only one to look at
+    step: Step | None  # the only step to grade
 
     @property
     def who(self) -> str:
-        """What a table of a folder calls it: the folder that it is in."""
+        """Its name in the table of a folder: the folder that contains it."""
         within = self.file.relative_to(self.options.file)
         return str(within.parent if len(within.parts) > 1 else within)
 
@@ -75,7 +75,7 @@ class Call:
 
 
 def _graded(call: Call, grades: Grades) -> int:
-    """Grade one file, and say what it has earned. Returns the exit code."""
+    """Grade one file, and print what it has earned. Returns the exit code."""
     print(f"{call.file}: lesson {call.lesson.name}, {call.lesson.world}\n", flush=True)
     return _watch(call, grades) if call.options.watch else _once(call, grades)
 
@@ -107,20 +107,20 @@ def _watch(call: Call, grades: Grades) -> int:
 
 
 def _hand_on(call: Call, grades: Grades, steps: tuple[Step, ...] | list[Step], seconds: float) -> None:
-    """Where results go once a file has been graded. steps: those whose points are of the file as it is now."""
+    """Store results once a file has been graded. steps: those whose points belong to the current text."""
     if call.options.json and call.file == call.options.file:
         call.options.json.write_text(json.dumps(gradescope(grades, seconds), indent=1))
     if call.file.resolve() == call.lesson.starter.resolve():
         of = {step.number: step.points for step in call.lesson.steps}
         points = {step.number: grades.of(step)[0] for step in steps if step.number in of}
         record.add_points(call.lesson.name, points, of)
-    if call.options.html:  # last: it runs the file once more
+    if call.options.html:  # last, as it runs the file once more
         attempt_page.write(call.options.html, call.lesson, call.file.resolve(), gradescope(grades, seconds)["tests"])
         print(f"{call.options.html}: what your file did on one small run", flush=True)
 
 
 def _sum_up(calls: list[Call], all_grades: list[Grades], seconds: float) -> None:
-    """Of a whole folder."""
+    """Print the results of a whole folder."""
     options, width = calls[0].options, max(26, *(len(call.who) for call in calls))
     print()
     for call, grades in zip(calls, all_grades, strict=True):
@@ -132,13 +132,13 @@ def _sum_up(calls: list[Call], all_grades: list[Grades], seconds: float) -> None
 
 
 def _is_class(calls: list[Call]) -> bool:
-    """Whether a lesson is there more than once."""
+    """Whether a lesson occurs more than once."""
     return len({call.lesson.name for call in calls}) < len(calls)
 
 
 def _results(calls: list[Call], all_grades: list[Grades], seconds: float) -> dict:
-    """results.json: that of the one lesson, or of all, whose steps are then numbered as in 03.2; of a class one for
-    each file, by its folder."""
+    """results.json: for one lesson, or for all, with steps numbered as in 03.2; for a class, one for each file, by its
+    folder."""
     if len(all_grades) == 1:
         return gradescope(all_grades[0], seconds)
     if _is_class(calls):
@@ -153,17 +153,17 @@ def _results(calls: list[Call], all_grades: list[Grades], seconds: float) -> dic
 
 
 def _calls(arguments: list[str], lessons: dict[str, Lesson]) -> list[Call]:
-    """One for each file to grade. Raises: SystemExit, code 2, for a wrong call."""
+    """A Call for each file to grade. Raises: SystemExit, code 2, for a wrong call."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_minimal grade", allow_abbrev=False, epilog=KEPT,
         description="Points for an assignment, step by step. The exit code is 0 for full marks, 1 for fewer, 2 for a "
         "wrong call, 3 if the grader itself fails, or the machine is too busy to judge.")
-    parser.add_argument("file", type=Path, help="what you wrote: lessons/NN_name/assignment.py; or a folder of such "
-                        "folders, or of a folder for each learner, to grade all below it: lessons")
+    parser.add_argument("file", type=Path, help="what you wrote: lessons/NN_name/assignment.py; or a folder, to "
+                        "grade all assignments below it: lessons, or a folder with a folder for each learner")
     parser.add_argument("--lesson", choices=lessons, help="default: the name of the file's folder")
-    parser.add_argument("--step", metavar="NUMBER", help="look at this step alone; full marks are then its own")
+    parser.add_argument("--step", metavar="NUMBER", help="grade only this step; full marks are then those of this step")
     parser.add_argument("--watch", action="store_true", help="whenever the file is saved, grade again what is not "
-                        "right yet; what is wrong first is told at once. Ctrl-C ends it (exit code 130)")
+                        "right yet; the first failure is shown at once. Ctrl-C ends it (exit code 130)")
     parser.add_argument("--json", type=_writable, metavar="FILE", help="also write results.json for Gradescope")
     parser.add_argument("--html", type=_writable, metavar="FILE", help="also write a page: the points, and the "
                         "pictures of this attempt that the last section of the lesson's notebook draws")
@@ -184,7 +184,7 @@ def _calls_of_folder(parser, options, lessons: dict[str, Lesson]) -> list[Call]:
     folder, calls, unknown = options.file, [], []
     for file in sorted([*folder.rglob("assignment.py"), *(folder.glob("*.py") if options.lesson else [])]):
         if any(part.startswith(".") for part in file.relative_to(folder).parts):
-            continue  # .ipynb_checkpoints, say
+            continue  # for example .ipynb_checkpoints
         own = file.resolve().parent.name
         name = own if own in lessons else options.lesson
         if name is None:
@@ -211,7 +211,7 @@ def _writable(path: str) -> Path:
 
 
 def _open_part(parser, options) -> Lesson | None:
-    """Lesson 10's system.py is no assignment: it is scored by tracks."""
+    """Lesson 10's system.py is not an assignment: it is scored by tracks."""
     if options.file.name != open_part.FILE or options.lesson or not options.file.is_file():
         return None
     for name in ("watch", "html"):

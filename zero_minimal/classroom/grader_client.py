@@ -1,4 +1,4 @@
-"""Grader client: the grader's end of the process that judges (grader_server.py). A grade with one that waits begins at
+"""Grader client: the grader's handle of the judging process (grader_server.py). With a waiting judge, a grade begins at
 once; `grade` has one for one grade, `grade --watch` (watch.py) for all.
 """
 
@@ -21,14 +21,14 @@ from zero_minimal.classroom.lessons import HOUSE, Lesson, Step
 from zero_minimal.classroom.submission import text_of
 from zero_minimal.programs import progress
 
-START = 120.0  # seconds that it may take to import torch, twice, on a machine that has much else to do
+START = 120.0  # seconds for importing torch, twice, on a busy machine
 NEVER = float("inf")
 
 
 def grade(lesson: Lesson, file: Path, grades: Grades, show: Callable[[Step], object] = print, only: str = "") -> None:
-    """Run the lesson's tests against the file and fill `grades`. `show(step)` is called when a step is done.
+    """Run the lesson's tests against the file and fill `grades`. `show(step)` is called after each step.
 
-    Args: only: a pattern, to run some of the tests.
+    Args: only: a pattern, to run only some of the tests.
     Raises: RuntimeError if the tests themselves cannot run; Busy.
     """
     reported, left = Reported(lesson, grades, whole=not only), list(grades.steps)
@@ -46,8 +46,8 @@ def grade(lesson: Lesson, file: Path, grades: Grades, show: Callable[[Step], obj
 
 
 class GraderClient:
-    """A judge that waits: pytest on a lesson's tests, with our plugin, in a session and with a folder of its own that
-    end with it. `tests` are those that it can begin with, and what each is worth. Close it."""
+    """A waiting judge: pytest on a lesson's tests, with our plugin, with its own session and folder, which end with it.
+    `tests`: the tests that it can run, and what each is worth. Close it."""
 
     def __init__(self, lesson: Lesson, file: Path):
         self.lesson, self.file = lesson, file
@@ -56,8 +56,8 @@ class GraderClient:
     def _start(self) -> None:
         self.tests: dict[str, dict] = {}
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        os.chmod(self.folder.name, 0o711)  # ranks that are nobody's come through it to theirs
-        self.output = tempfile.TemporaryFile("ab+")  # who shortens it does not leave a hole
+        os.chmod(self.folder.name, 0o711)  # ranks that run as nobody must reach their folders in it
+        self.output = tempfile.TemporaryFile("ab+")  # append mode: truncation leaves no hole
         self.control, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -69,7 +69,7 @@ class GraderClient:
                 env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": self.folder.name})
 
     def is_ready(self) -> bool:
-        """Whether it can begin at once. One that was ended starts anew."""
+        """Whether it can begin at once. A judge that has ended is started again."""
         if self.process.poll() is not None:
             self.close()
             self._start()
@@ -80,15 +80,15 @@ class GraderClient:
         try:
             line = next(lines(self.control.fileno(), START))
         except StopIteration as ended:
-            if ended.value:  # it was late
+            if ended.value:  # it was late: try again
                 raise Busy(UNREAD.format(START)) from None
             said = self.printed()
             raise RuntimeError(f"the tests of lesson {self.lesson.name} could not run:\n{said}") from None
         self.tests = {entry.pop("test"): entry for entry in json.loads(line)["tests"]}
 
     def reports(self, source: str, tests: list[str], reported: Reported, tick: float = NEVER) -> contextlib.closing:
-        """Grade this text of the file by these tests, in this order: a context with the iterator of judging.reports(),
-        which yields at each tick too."""
+        """Grade this text of the file with these tests, in this order: a context with the iterator of
+        judging.reports(), which also yields at each tick."""
         def begin(done: list[str], seconds: float) -> Run:
             return self.begin(source, [test for test in tests if test not in done], seconds, tick)
 
@@ -96,7 +96,7 @@ class GraderClient:
         return contextlib.closing(reports(begin, reported, SECONDS))
 
     def begin(self, source: str, tests: list[str], seconds: float, tick: float) -> "Run":
-        """One judge: a context with `lines()`."""
+        """One run of a judge: a context with `lines()`."""
         return Run(self, source, tests, seconds, tick)
 
     def ask(self, request: dict, *descriptors: int) -> None:
@@ -109,12 +109,12 @@ class GraderClient:
             raise RuntimeError(f"the grader's own process is gone:\n{self.printed()}") from None
 
     def printed(self) -> str:
-        """The end of what it wrote."""
+        """The end of the judge's output."""
         self.output.seek(0)
         return self.output.read().decode(errors="replace")[-3000:]
 
     def close(self) -> None:
-        """End it, and all below it."""
+        """End the judge and all its descendants."""
         self.control.close()
         end_all_below(self.process.pid)
         with contextlib.suppress(ProcessLookupError):
@@ -125,7 +125,7 @@ class GraderClient:
 
 
 class Run:
-    """One grade by a judge that waits. When the context is left it has ended, wherever it was."""
+    """One grade by a waiting judge. Leaving the context ends it at any point."""
 
     def __init__(self, standby: GraderClient, source: str, tests: list[str], seconds: float, tick: float):
         self.standby, self.tick = standby, tick
@@ -146,7 +146,7 @@ class Run:
         return self
 
     def lines(self) -> Iterator[bytes]:
-        """What it reports; b"" where nothing came for a tick."""
+        """The judge's reports; b"" if none came for a tick."""
         self.is_late = yield from lines(self.pipe, tick=self.tick)
 
     def __exit__(self, *error) -> None:
@@ -155,6 +155,6 @@ class Run:
         try:
             self.standby.ask({})
             self.code = json.loads(next(lines(self.standby.control.fileno(), SILENCE)))["code"]
-        except (RuntimeError, StopIteration):  # gone, or it stands still: the next grade starts another one
+        except (RuntimeError, StopIteration):  # gone or stuck: the next grade starts another judge
             self.standby.process.kill()
             self.standby.process.wait()

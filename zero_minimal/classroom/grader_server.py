@@ -1,12 +1,12 @@
-"""Grader server: a judge that waits for what it is to judge. Whatever takes long it has done already.
+"""Grader server: a judge that waits for submissions. It has already done all slow work.
 
     grade.py → judge that waits → fork server                 the tests are collected, torch is imported
                     ↓ forks           ↓ forks             for each grade:
                   judge     ───────►  ranks                   all that ends with it
 
-So each grade begins as from nothing, and its ranks come from a process that never held an answer. A request is a
-line of JSON with the pipe for reports beside it; one without a source ends the grade that is under way, and is
-answered by how its judge ended.
+So each grade starts from a clean state, and its ranks come from a process that never held an answer. A request is a
+line of JSON with the pipe for reports; one without a source ends the current grade, and is answered by its judge's exit
+code.
 """
 
 import json
@@ -26,7 +26,7 @@ from zero_minimal.classroom.sandboxed_ranks import ForkServer
 
 @dataclass
 class Request:
-    """What one judge is to do, and what it has for that."""
+    """What one judge has to do, and its resources."""
 
     source: str
     tests: list[str]  # in this order
@@ -36,16 +36,16 @@ class Request:
 
 
 class Server:
-    """The judge that waits: `places` are its ranks' folders."""
+    """The waiting judge: `places` are its ranks' folders."""
 
     def __init__(self, control: socket.socket, lesson: Lesson, file: Path):
         self.control, self.file = control, file
-        self.places = stage(lesson, file, Path(tempfile.mkdtemp(prefix="grading-")))  # goes with the judge's own folder
+        self.places = stage(lesson, file, Path(tempfile.mkdtemp(prefix="grading-")))  # in the judge's own folder
         self.fork_server = ForkServer(self.places)
         self.judge = 0
 
     def announce(self, tests: list[dict]) -> None:
-        """It can begin with any of these."""
+        """Tell the grader which tests can be run."""
         self._tell({"tests": tests})
         self.fork_server.wait_until_ready()
 
@@ -53,7 +53,7 @@ class Server:
         self.control.sendall(json.dumps(entries).encode() + b"\n")
 
     def serve(self) -> Request:
-        """Returns in a new process for each request that comes; in this one never."""
+        """Returns in a new process for each request; never returns in this one."""
         while True:
             line, descriptors, *_ = socket.recv_fds(self.control, 2**16, 1)
             code = self._end_judge()
@@ -77,10 +77,10 @@ class Server:
                 self._tell({"code": code})
 
     def _end_judge(self) -> int | None:
-        """The exit code of the one that there was. A signal from here changes nothing of one that has ended."""
+        """End the current judge; return its exit code. The signal does not change one that has already ended."""
         if not self.judge:
             return None
-        os.kill(self.judge, signal.SIGKILL)  # until we have waited for it, the number is its own
+        os.kill(self.judge, signal.SIGKILL)  # its number is not reused until we have waited for it
         _, status = os.waitpid(self.judge, 0)
         self.judge = 0
         try:

@@ -1,4 +1,4 @@
-"""Grades: what a lesson's checks found, as points and one message a step, and as results.json for Gradescope."""
+"""Grades: the results of a lesson's checks, as points and one message per step, and as results.json for Gradescope."""
 
 import functools
 import textwrap
@@ -10,34 +10,34 @@ INDENT = " " * 8
 
 
 class Grades:
-    """Points by step. A check may be several tests (worlds of 2 and of 3 ranks): it earns its points if all pass.
+    """Points by step. A check may have several tests (worlds of 2 and of 3 ranks): it earns its points if all pass.
 
-    A step that has a function to be written still has 0 points, whatever passes without it, and one whose core has
-    failed only what lesson.toml leaves it.
+    A step with an unwritten function has 0 points, whatever passes without it, and a step whose core failed has at most
+    the points that lesson.toml allows.
 
-    steps: those that are looked at; all by default. `earlier`: those of them that were looked at in an earlier text.
+    steps: those that are graded; all by default. `earlier`: those of them that were graded for an earlier text.
     """
 
     def __init__(self, lesson: Lesson, steps: tuple[Step, ...] = ()):
         self.lesson, self.results, self.steps = lesson, [], steps or lesson.steps
         self.earlier: set[Step] = set()
-        self._said = None  # the message shown last, and its step
+        self._said = None  # the last message shown, and its step
 
     def add(self, step: int, check: str, points: float, passed: bool, message: str = "") -> None:
         self.results.append((step, check, points, passed, message))
 
     def fail_all(self, message: str) -> None:
-        """No test could run, or none of them any more."""
+        """No test could run, or no further test can."""
         for step in self.steps:
             self.add(step.number, "", 0, False, message)
 
     def forget(self, step: Step) -> None:
-        """It will be looked at again."""
+        """Remove a step's results: it will be graded again."""
         self.results = [result for result in self.results if result[0] != step.number]
 
     def first_failure(self, step: Step) -> str:
-        """The message of the first test that has failed so far, "" if none has. Those that need a later step come last:
-        that one is not written yet, and this one may be right."""
+        """The message of the first failed test so far, "" if none has failed. Tests that need a later step come last:
+        that step is not written yet, and this one may be right."""
         of_step = self._needs(step)
         failed = [(message, points) for number, _, points, passed, message in self.results
                   if number == step.number and not passed]
@@ -45,7 +45,7 @@ class Grades:
         return next((message for message, _ in failed if of_step(message) <= step.number), next(iter(waiting), ""))
 
     def of(self, step: Step) -> tuple[float, str]:
-        """Points of a step, and one message: that of the first test that failed."""
+        """Points of a step, and one message: that of the first failed test."""
         results = [result for result in self.results if result[0] == step.number]
         message, of_step = self.first_failure(step), self._needs(step)
         if any(0 < of_step(message) <= step.number for *_, passed, message in results if not passed):
@@ -58,10 +58,10 @@ class Grades:
             missed = ", ".join(check.removeprefix("test_").replace("_", " ") for check in step.core if check in lost)
             message += f"\nWhat this step is about is not reached ({missed}): so it earns {most:g} points at most."
         failed = {earlier: text for earlier, _, _, passed, text in self.results if not passed and earlier < step.number}
-        independent = self.lesson.draw  # steps that are drawn do not rest on one another
+        independent = self.lesson.draw  # drawn steps do not build on one another
         if message and failed and message not in failed.values() and not independent:
             if "had not come to an end" in message:
-                message = message.split(LOOK_AT)[0]  # it would look for the cause in this step
+                message = message.split(LOOK_AT)[0]  # the hint assumes that the cause is in this step
             message += f"\nThis may come from step {min(failed)}: mend that first."
         return min(most, sum(earned.values())), message
 
@@ -82,7 +82,7 @@ class Grades:
 
     @property
     def left_out(self) -> str:
-        """Which steps were not looked at, in words; "" if all were."""
+        """Which steps were not graded, in words; "" if all were."""
         others = [step for step in self.lesson.steps if step not in self.steps]
         return f"{numbered(others)} {'was' if len(others) == 1 else 'were'} not looked at" if others else ""
 
@@ -90,7 +90,7 @@ class Grades:
         points, message = self.of(step)
         print(head(step, f"{points:3g} of {step.points:g}"), flush=True)
         said, self._said = self._said, (message, step.label)
-        if said and message and message == said[0]:  # what concerns all steps is said once
+        if said and message and message == said[0]:  # a message on all steps is shown once
             self._said = said
             tell(f"The reason is the one of {said[1]}.")
         else:
@@ -98,7 +98,7 @@ class Grades:
 
 
 def head(step: Step, points: str) -> str:
-    """The line that begins what is said of a step."""
+    """The first line of a step's report."""
     return f"{step.label}  {points}   {step.title}"
 
 
@@ -109,7 +109,7 @@ def tell(message: str) -> None:
 
 
 def numbered(steps: list[Step]) -> str:
-    """step 2; steps 2 and 3; steps 2, 3 and 5; steps 1 to 4"""
+    """Steps in words: "step 2", "steps 2 and 3", "steps 2, 3 and 5", "steps 1 to 4"."""
     numbers = [step.number for step in steps]
     if len(steps) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{steps[0].called}s {numbers[0]} to {numbers[-1]}"
@@ -118,7 +118,7 @@ def numbered(steps: list[Step]) -> str:
 
 
 def gradescope(grades: Grades, seconds: float) -> dict:
-    """results.json as Gradescope's autograder reads it: one test a step that was looked at."""
+    """results.json as Gradescope's autograder reads it: one test for each graded step."""
     tests = []
     for step in grades.steps:
         points, message = grades.of(step)

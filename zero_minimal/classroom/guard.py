@@ -1,15 +1,14 @@
-"""Guard: what a rank watches over while a submission runs in it, to say what went wrong in a learner's words.
+"""Guard: watches a submission inside a rank, to explain to learners in simple words what went wrong.
 
-It sees that a submission
+It detects that a submission
 
-- uses what solves its lesson: modules, neither by import nor by reading them, and single definitions of others;
+- uses what solves its lesson: forbidden modules, by import or by reading their files, or single definitions of others;
 - replaces what measures it: the tests, this package, torch.distributed, torch.Tensor;
 - starts a process, signals one, or leaves a thread behind;
-- prints or takes memory without end.
+- prints or allocates memory without end.
 
-It runs in the submission's own process, so whoever attacks it can switch it off, and gains nothing by that: the answers
-are not there (course_copy.py), the kernel denies the rest (sandbox.py), and what earns points is judged outside
-(supervisor.py).
+It runs in the submission's own process, so an attacker can switch it off, but gains nothing: the answers are not there
+(course_copy.py), the kernel denies the rest (sandbox.py), and points are decided outside (supervisor.py).
 """
 
 import _thread
@@ -34,10 +33,10 @@ from zero_minimal.classroom.lessons import HOUSE, UNWRITTEN, Lesson
 from zero_minimal.classroom.references import borrowed
 from zero_minimal.offloading import host_process
 
-PRINTED = 2**20  # bytes that a rank may print or write into one file
-FILES = 2**26  # bytes that a host may write into one file
-MEMORY = 4 * 10**9  # bytes of memory that a rank may ask for
-LONG = 400  # characters of an error that are shown
+PRINTED = 2**20  # the most bytes that a rank may print or write into one file
+FILES = 2**26  # the most bytes that a host may write into one file
+MEMORY = 4 * 10**9  # the most bytes of memory that a rank may allocate
+LONG = 400  # the most characters of an error that are shown
 
 PROCESS_EVENTS = {
     "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen", "pty.spawn",
@@ -45,10 +44,10 @@ PROCESS_EVENTS = {
 }
 WRITE_EVENTS = {"os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-OURS = os.path.join(os.path.realpath(HOUSE), "")  # where this runs
+OURS = os.path.join(os.path.realpath(HOUSE), "")  # the checkout that runs this code
 
 
-PATIENCE = 4  # seconds that a host process may take to end: on a busy machine it has to get a processor first
+PATIENCE = 4  # seconds for a host process to end, as it may wait for a processor on a busy machine
 HANGS = (f"the host process had not ended {PATIENCE} s after it was told to: does it wait for a buffer that nobody "
          "empties, or is it in a loop that never ends?")
 
@@ -56,16 +55,16 @@ _HOLE = re.compile(r"((?:step|card) \d+): (\w+)")  # what the starter raises
 
 
 class Fault(RuntimeError):
-    """What went wrong in a rank, in words for the learner."""
+    """A failure in a rank, in words for the learner."""
 
 
 class Foul(Exception):
-    """The submission did what it must not. Raised at once, and remembered: to catch it does not help."""
+    """The submission did something forbidden. Raised at once, and recorded, so catching it does not help."""
 
 
 def guarded(function, submission, host=False):
-    """The function as a rank runs it for the grader: with a guard around, and with failures in a learner's words.
-    host: it runs in a host process, which may keep what it has in files, and ends with its threads."""
+    """The function as a rank runs it for the grader: inside a guard, and with failures in words for learners. host: it
+    runs in a host process, which may keep its data in files, and ends with its threads."""
 
     def in_a_rank(*args, **kwargs):
         warnings.simplefilter("ignore")
@@ -92,7 +91,7 @@ def guarded(function, submission, host=False):
 
 
 def _limit(file_bytes: int) -> None:
-    """Prints go to a file that is thrown away and cannot grow far. Python ignores SIGXFSZ: a write fails instead."""
+    """Send prints to a temporary file of limited size. Python ignores SIGXFSZ, so a write fails instead."""
     with contextlib.suppress(ValueError, OSError):  # a lower limit may hold already
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -103,18 +102,18 @@ def _limit(file_bytes: int) -> None:
 
 
 class Guard:
-    """Watches this process from now on; `fouls` are what the submission did, in words."""
+    """Watches this process from now on; `fouls` describe what the submission did."""
 
     def __init__(self, lesson: Lesson):
         self.lesson = lesson
         self.fouls: list[str] = []
-        self.over = False  # the rest is ours
+        self.over = False  # our code runs from then on
         self._threads = _thread._count()
         self._before = _fingerprint()
         sys.addaudithook(self._hook())
 
     def look_at(self, source: str) -> None:
-        """Of a module that it may import, it must not use the definitions that it holds itself."""
+        """A submission must not use other modules' versions of the definitions that it writes itself."""
         if used := borrowed(self.lesson, source):
             self.fouls.append(f"it uses {used[0]}, where the work of lesson {self.lesson.name} is done already")
             raise Foul(self.fouls[0])
@@ -145,7 +144,7 @@ class Guard:
         return hook
 
     def look_again(self, threads: bool) -> None:
-        """After the function: is everything still as it was?"""
+        """After the function: check that everything is unchanged."""
         changed = _changes(self._before)
         if changed:
             self.fouls.append(f"it replaced {changed[0]}: what measures a submission must stay as it is")
@@ -162,12 +161,12 @@ class Guard:
 
 
 def _asks_for_mallopt(event: str, args: tuple) -> bool:
-    """What offloading/memory_budget.py calls in a host with a disk."""
+    """Whether this is offloading/memory_budget.py's call, in a host with a disk."""
     return event == "ctypes.dlopen" and args[0] is None or event == "ctypes.dlsym" and args[1] == "mallopt"
 
 
 def _real(path) -> str:
-    """Where it lies; "" if that is no path."""
+    """The real path; "" if it is no path."""
     return os.path.realpath(os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else ""
 
 
@@ -179,7 +178,7 @@ def _name(path) -> str:
 
 
 def _watched():
-    """(name, what it is) of all modules and classes that a grade depends on."""
+    """(name, object) of all modules and classes that a grade depends on."""
     for name in ("torch", "torch.distributed", "torch.distributed.distributed_c10d", "gc", "time", "builtins", "os",
                  "toys", "checks", *(name for name in sys.modules if name.split(".")[0] == "zero_minimal")):
         if name in sys.modules:
@@ -195,7 +194,7 @@ def _watched():
 
 
 def _fingerprint() -> dict:
-    """name: (owner, label, value, code, defaults) of every function, method and class there is."""
+    """name: (owner, label, value, code, defaults) of every function, method and class in them."""
     found = {}
     for name, owner in _watched():
         for label, value in list(vars(owner).items()):
@@ -226,7 +225,7 @@ def unwritten(function: str, step: str, line: int) -> str:
 
 
 def in_words(error: BaseException, path: str) -> str:
-    """An exception as a message: what the submission raised and where, or the text of a test's assertion."""
+    """An exception as a message: what the submission raised and where, or the text of a failed assertion."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == path]
     text = str(error).strip()

@@ -1,12 +1,12 @@
-"""Hosts: beside a rank that runs a submission, a process that keeps what the rank has no room for (lesson 09).
+"""Hosts: processes that keep what does not fit on the ranks that run a submission (lesson 09).
 
-A rank may start no process, and make no memory that others see. So it asks the judge, which makes both and lets the
-fork server fork the host:
+A rank may not start processes or share memory. So it asks the judge, which creates both: it lets the fork server fork
+the host:
 
     rank ── "host", bytes ──► judge ── fork ──► fork server ──► host, in the same sandbox
          ◄── a line to the host, and the memory of the bus ──
 
-Then the two speak by themselves. The judge holds the host as it holds the rank: it asks for its stack, counts its
+Then rank and host communicate directly. The judge treats the host like the rank: it asks for its stack, counts its
 memory, and ends it.
 """
 
@@ -19,17 +19,17 @@ import cloudpickle
 
 from zero_minimal.offloading import host_link
 
-REQUEST = b"host"  # a rank's, with the size of a buffer behind it
-MOST_BYTES, MOST_HOSTS = 2**26, 64  # of a buffer; of a rank
+REQUEST = b"host"  # a rank's request, followed by the size of a buffer
+MOST_BYTES, MOST_HOSTS = 2**26, 64  # per buffer; per rank
 
 
 # ------------------------------------------------------------------------------------------------------------ in a rank
 
 
 class Lender:
-    """What offloading/host_process.py uses in the place of starting a process.
+    """Replaces starting a process in offloading/host_process.py.
 
-    line: the rank's to the judge. submission: whose file the host runs, too.
+    line: from the rank to the judge. submission: its file is also run by the host.
     """
 
     def __init__(self, line: Connection):
@@ -50,7 +50,7 @@ class Lender:
 
 
 class LentProcess:
-    """A process of which is known when it ends."""
+    """A process whose end can be waited for."""
 
     pid, exitcode = None, 0
 
@@ -58,7 +58,7 @@ class LentProcess:
         self.ends = ends
 
     def join(self) -> None:
-        os.read(self.ends, 1)  # its other end is closed when the process is gone
+        os.read(self.ends, 1)  # the other end closes when the process ends
         os.close(self.ends)
 
 
@@ -66,7 +66,7 @@ class LentProcess:
 
 
 def host(setup: dict, connection: Connection, ends: int, memory: int) -> None:
-    """What a host does, forked by the fork server. It never returns."""
+    """The work of a host, which the fork server has forked. It never returns."""
     import toys
 
     from zero_minimal.classroom import sandbox
@@ -80,7 +80,7 @@ def host(setup: dict, connection: Connection, ends: int, memory: int) -> None:
         there = {}
 
         def run():
-            submission.load()  # where `serve` is to be found
+            submission.load()  # it may define `serve`
             told, serve = pickle.loads(connection.recv_bytes())
             buffers = host_link.memory_of(memory, told["size"])
             there["bus"] = host_link.Bus(host_link.Words(connection), buffers, 1, told["bandwidth"])

@@ -1,7 +1,7 @@
-"""python -m zero_minimal hunt FILE: points for the bug hunts, and what speaks against a wrong answer.
+"""python -m zero_minimal hunt FILE: points for the bug hunts, and the evidence against a wrong answer.
 
-FILE is a copy of lessons/bug-hunts/answers.toml. The checker has no list of answers: signs.toml beside it says how each
-cause would show in the figures of a hunt's record, and what each experiment would show.
+FILE is a copy of lessons/bug-hunts/answers.toml. The checker has no list of answers: signs.toml in the same folder
+describes how each cause shows in the figures of a hunt's record, and what each experiment would show.
 """
 
 import argparse
@@ -18,18 +18,18 @@ from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.programs import report
 
 FOLDER = HOUSE / "lessons/bug-hunts"
-FOR_CAUSE, FOR_EXPERIMENT = 5, 3  # points of a hunt
+FOR_CAUSE, FOR_EXPERIMENT = 5, 3  # points per hunt
 
 
 class Verdict(NamedTuple):
-    """On one hunt."""
+    """The result of one hunt."""
 
     points: int
     words: list[str]
 
 
 class Checker:
-    """What signs.toml says of each cause and of each experiment, by their names."""
+    """The entries of signs.toml for each cause and each experiment, by name."""
 
     def __init__(self, file: Path):
         known = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -45,11 +45,11 @@ class Checker:
         return bool(self.signs[cause](seen, shows=lambda other: self.shows(other, seen)))
 
     def against(self, cause: str, seen: dict) -> str:
-        """What that sign would be, and which figure is there in its place."""
+        """The sign that this cause would have, and the figure found instead."""
         return " ".join(self.jinja.get_template(cause).render(seen).split())
 
     def decides(self, experiment: str, cause: str) -> bool:
-        """Whether its result tells this cause from a healthy run and from all its rivals."""
+        """Whether its result distinguishes this cause from a healthy run and from all its rivals."""
         return cause in self.experiments[experiment]["shows"] and not self.confused(experiment, cause)
 
     def confused(self, experiment: str, cause: str) -> list[str]:
@@ -58,7 +58,7 @@ class Checker:
         return [rival for rival in self.causes[cause].get("rivals", ()) if shows.get(rival) == shows.get(cause)]
 
     def no_decision(self, experiment: str, cause: str) -> str:
-        """What is wrong with one that does not decide, for a learner who knows the cause."""
+        """Why an experiment does not decide, for a learner who knows the cause."""
         known = self.experiments[experiment]
         words = f"with your cause, {experiment} would show: {known['shows'].get(cause, known['healthy'])}"
         if cause in known["shows"]:
@@ -67,8 +67,8 @@ class Checker:
         return f"{words}, as in a healthy run{why}. So it tells nothing of your cause"
 
     def judged(self, seen: dict, answer: dict[str, str]) -> Verdict:
-        """An experiment counts only with the right cause: without it, nobody knows what it is to decide. "why" is only
-        looked for."""
+        """An experiment counts only with the right cause, since it must decide on that cause. "why" is only checked for
+        presence."""
         cause, experiment = answer.get("cause", ""), answer.get("experiment", "")
         if not cause:
             return Verdict(0, ["no cause yet" if not experiment
@@ -86,7 +86,7 @@ class Checker:
             f"{experiment} decides. It would show: {self.experiments[experiment]['shows'][cause]}", *missing])
 
     def read(self, file: Path, hunts: list[str]) -> dict[str, dict[str, str]]:
-        """The answers, {hunt: {"cause": …, "experiment": …, "why": …}}. Raises: ValueError, saying what to mend."""
+        """The answers, {hunt: {"cause": …, "experiment": …, "why": …}}. Raises: ValueError, saying what to fix."""
         try:
             answers = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
@@ -112,20 +112,20 @@ class Checker:
 
 
 def written(value):
-    """A figure as it stands in a message: four digits, or all of a count; of a list each of them."""
+    """A figure as shown in a message: four digits, or all digits of a count; for a list, each of them."""
     if isinstance(value, list):
         return ", ".join(map(written, value))
     return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def main(arguments: list[str]) -> int | str:
-    """0 for full points, 1 for fewer, 2 for a file that cannot be read."""
+    """Exit code: 0 for full points, 1 for fewer, 2 for an unreadable file."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_minimal hunt", allow_abbrev=False,
-        description="Points for your answers to the bug hunts, and what speaks against a wrong one.")
+        description="Points for your answers to the bug hunts, and the evidence against a wrong one.")
     parser.add_argument("file", type=Path, help="your answers: lessons/bug-hunts/answers.toml, filled in")
-    parser.add_argument("--hunt", metavar="NN", type=lambda name: name.zfill(2), help="this hunt alone: 03, or 3")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the points into this file, too")
+    parser.add_argument("--hunt", metavar="NN", type=lambda name: name.zfill(2), help="only this hunt: 03, or 3")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the points into this file")
     flags = parser.parse_args(arguments)
     hunts = {file.stem: file for file in sorted(FOLDER.glob("[0-9][0-9].json"))}
     checker = Checker(FOLDER / "signs.toml")

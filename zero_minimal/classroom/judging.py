@@ -1,8 +1,8 @@
-"""Judging: the lesson's tests run in a process of their own, the judge, and what it finds comes through a pipe.
+"""Judging: the lesson's tests run in a separate process, the judge, which reports through a pipe.
 
 The judge (plugin.py, grader_server.py) names its tests and their points before a line of the submission runs, and each
-is taken once. The submission itself runs in ranks far below (fork_server.py). Should the judge go down all the same,
-the test under way has failed, and another goes on.
+result is accepted once. The submission itself runs in sandboxed ranks (fork_server.py). If the judge still crashes, the
+current test has failed, and another judge continues.
 """
 
 import json
@@ -17,8 +17,8 @@ from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.lessons import USED_UP, Lesson
 
-SECONDS = 120  # for a lesson, as accounts.Clock counts them
-SILENCE = 60.0  # seconds after which a judge that reports nothing is taken for stopped: it does while ranks run
+SECONDS = 120  # for a whole lesson, as accounts.Clock counts them
+SILENCE = 60.0  # seconds without a report after which a judge counts as stopped: it reports while ranks run
 UNREAD = ("this machine is too busy to judge: the tests could not be read within {:.0f} s, and nothing of the "
           "submission ran. No points are taken. End what else runs here, or grade later")
 LATE = ("this test did not come to an end: the machine may be busy, or what is run too large (a simulation of many "
@@ -30,11 +30,10 @@ SIGNALLED = ". A submission may not signal other processes"
 
 def reports(begin: Callable[[list[str], float], AbstractContextManager], reported: "Reported",
             seconds: float) -> Iterator[None]:
-    """Take in what judges report, one judge after the other, until all tests are done; after each line the caller may
-    look.
+    """Read the reports of one judge after the other, until all tests are done; yield after each line.
 
-    Args: begin(done, left): a judge for all tests but those in `done`, with so many seconds left. One that is brought
-        down has used up what the clock on the wall says.
+    Args: begin(done, left): starts a judge for all tests except those in `done`, with `left` seconds. A judge that
+        crashes has used up its wall-clock time.
     Raises: RuntimeError if the tests themselves cannot run; Busy.
     """
     left = seconds
@@ -60,7 +59,7 @@ def reports(begin: Callable[[list[str], float], AbstractContextManager], reporte
 
 
 def _why_it_ended(judge, step: int) -> str:
-    """Of one that has not come to its end, in words. A signal is named where it has been seen."""
+    """Why a judge did not finish, in words. A signal is named if it is known."""
     if judge.is_late:
         return LATE.format(step)
     if judge.code is not None and judge.code < 0:
@@ -69,14 +68,14 @@ def _why_it_ended(judge, step: int) -> str:
 
 
 class Reported:
-    """What judges have reported so far, checked: each test is known before it begins, and taken once.
+    """The judges' reports so far, checked: each test is announced before it begins, and is accepted once.
 
-    whole: these are all tests of the steps that are looked at.
+    whole: the tests are all those of the graded steps.
     """
 
     def __init__(self, lesson: Lesson, grades: Grades, whole: bool):
         self.lesson, self.grades, self.whole = lesson, grades, whole
-        self.tests: dict[str, dict] = {}  # name: what it is worth
+        self.tests: dict[str, dict] = {}  # name: its step, check and points
         self.done: list[str] = []
         self.failed: list[str] = []
         self.under_way, self.step, self.ended = None, 1, False
@@ -93,7 +92,7 @@ class Reported:
             elif "busy" in report:
                 raise Busy(str(report["busy"]))
             elif "runs" in report:
-                pass  # only a sign of life
+                pass  # only to show that it is alive
             else:
                 self._add(self._known(report["test"]), report["passed"] is True, str(report["message"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -101,18 +100,18 @@ class Reported:
                                f"{line[:100]!r}") from None
 
     def fail(self, message: str) -> None:
-        """The test under way has failed."""
+        """The current test has failed."""
         self._add(self.under_way, False, message)
 
     def fail_the_rest(self, message: str) -> None:
-        """Tests that could not begin. Each has failed as itself: a step whose core was not looked at earns what it
-        earns without that."""
+        """Fail the tests that could not begin, one by one: a step whose core did not run earns what it earns without
+        its core."""
         for test in [test for test in self.tests if test not in self.done]:
             self._add(test, False, message)
         self.ended = True
 
     def announced(self, tests: dict[str, dict]) -> None:
-        """These will be run, and no others. Raises: RuntimeError if they are not worth what their steps are."""
+        """Only these tests will be run. Raises: RuntimeError if their points do not match those of their steps."""
         worth = {step.number: 0.0 for step in self.grades.steps}
         for step, _, points in {(test["step"], test["check"], test["points"]) for test in tests.values()}:
             worth[step] += points
@@ -134,10 +133,10 @@ class Reported:
 
 
 def lines(pipe: int, silence: float = SILENCE, tick: float = float("inf")) -> Generator[bytes, None, bool]:
-    """What comes through a pipe, line by line, until its other end is closed, or nothing came for so many seconds.
+    """Lines from a pipe, until its other end is closed, or nothing has come for `silence` seconds.
 
-    tick: after so many seconds without a line b"" is one.
-    Returns: whether it came to an end before the other side did.
+    tick: yield b"" after this many seconds without a line.
+    Returns: whether it stopped before the other side closed the pipe.
     """
     rest, heard = b"", time.monotonic()
     while True:

@@ -1,29 +1,29 @@
-"""Lessons with an assignment: which functions of the reference a learner writes, in which steps, for how many points.
+"""Lessons with an assignment: the functions of the reference that a learner writes, their steps and points.
 
-A lesson is a folder lessons/NN_name with a lesson.toml; nothing else lists the lessons. Its checks are
-tests/NN_name/test_assignment.py, where each test says which step it belongs to and what it is worth. The keys:
+A lesson is a folder lessons/NN_name with a lesson.toml; there is no other list of lessons. Its checks are in
+tests/NN_name/test_assignment.py, where each test names its step and its points. The keys:
 
-    title        after the number, as on the lesson's page
-    world        on what it is graded, in words
-    points       of assignment.py: those of its steps; where it is fewer, something else earns the rest  (default: 100)
-    reference    the module that the starter is cut from
-    takes_in     definitions of other modules that the starter holds too: ["package.module.name", …]  (default: none)
-    class        what the tests use: this class of the file                            (default: the file as a module)
+    title        the title on the lesson's page, without the number
+    world        the hardware on which it is graded, in words
+    points       of all steps of assignment.py; if fewer than 100, something else earns the rest         (default: 100)
+    reference    the module from which the starter is made
+    takes_in     definitions of other modules that the starter also has: ["package.module.name", …]     (default: none)
+    class        the class of the file that the tests use                               (default: the file as a module)
     forbidden    more modules that a submission may not import, see below                               (default: none)
-    builds_on    lesson files that it may import all the same                                           (default: none)
-    draw         so many of the steps are graded, drawn by the learner's NAME, see drawn.py               (default: all)
-    called       what a step is called before its number                                                 (default: step)
-    patience     seconds that ranks may take for one test, some 10 times what they need                   (default: 15)
-    written      texts in assignment.py that a teacher reads, for the points up to 100                   (default: none)
+    builds_on    lesson files that it may import nevertheless                                           (default: none)
+    draw         how many steps are graded, drawn by the learner's NAME, see drawn.py                    (default: all)
+    called       the word for a step before its number                                                  (default: step)
+    patience     seconds that ranks may take for one test, about 10 times what they need                  (default: 15)
+    written      texts in assignment.py that a teacher reads, for the points up to 100                  (default: none)
     [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns,
-                 and then a line for each call that it needs, which begins with "- ";
-                 in [steps.core] check = the most that the step earns without it: what the lesson is about;
-                 quiet: those of its functions that do nothing until they are written, so that earlier steps can call
+                 followed by a line for each call that it needs, beginning with "- ";
+                 in [steps.core] check = the most that the step earns without this check, the lesson's subject;
+                 quiet: its functions that do nothing until they are written, so that earlier steps can call
                  them                                                                                   (default: none)
-                 group: of what is drawn each group has one at least                                    (default: none)
+                 group: at least one step of each group is drawn                                        (default: none)
 
-A submission may import neither the reference nor any lesson file zero_minimal/*.py, and so nothing that imports these.
-Of another module that the lesson takes definitions in from, it may use all but these.
+A submission may not import the reference or any lesson file zero_minimal/*.py, nor anything that imports these. In
+other modules from which the lesson takes definitions, it may use everything else.
 """
 
 import functools
@@ -37,7 +37,7 @@ HOUSE = Path(__file__).parents[2]  # the repository
 PACKAGE = HOUSE / "zero_minimal"
 FILE = "lesson.toml"
 
-# words that messages are recognized by
+# words by which messages are recognised
 UNWRITTEN = "() is not written yet ("
 LOOK_AT = "\n    To look at: "
 STOOD = re.compile(r"^    (?:the host of )?ranks? .* stood at line \d+ of .*? \((\w+)\): ", re.MULTILINE)
@@ -45,10 +45,10 @@ USED_UP = "not looked at: the time for this lesson was used up before. Look at t
 
 
 def needs(message: str, number: int = 0, steps: Iterable["Step"] = ()) -> int:
-    """The step whose function a message says is not written yet; 0 if it says no such thing.
+    """The step whose function is not written yet, according to a message; 0 if it says nothing about that.
 
-    number, steps: of the check that says it, and all there are. Then the function may also be one of a later step that
-        never ended.
+    number, steps: the step of the check with this message, and all steps. With them, the result may also be a later
+        step whose function never returned.
     """
     if found := re.search(rf"{re.escape(UNWRITTEN)}\w+ (\d+)", message):
         return int(found[1])
@@ -65,14 +65,14 @@ class Step:
     title: str
     points: float
     tasks: dict[str, str]  # "Class.method" or "function": a comment in the starter
-    core: dict[str, float]  # check: the most that the step earns if it fails
+    core: dict[str, float]  # check: the step's maximum if the check fails
     quiet: frozenset[str] = frozenset()  # functions that raise nothing in the starter
-    group: str = ""  # where steps are drawn: one of each group at least
+    group: str = ""  # if steps are drawn: at least one of each group
     called: str = "step"
 
     @property
     def label(self) -> str:
-        """As in "step 3"."""
+        """Its label, such as "step 3"."""
         return f"{self.called} {self.number}"
 
 
@@ -89,7 +89,7 @@ class Lesson:
     forbidden: frozenset[str]  # modules that would do the learner's work
     steps: tuple[Step, ...]
     points: float = 100  # of the steps, or of those that are drawn
-    draw: int = 0  # so many of the steps; 0: all
+    draw: int = 0  # how many steps; 0: all
     patience: float = 15.0  # seconds for the ranks of one test
     written: tuple[str, ...] = ()  # texts for the teacher
 
@@ -103,7 +103,7 @@ class Lesson:
 
     @property
     def contract(self) -> Path:
-        """What every solution must keep to, in a file of its own. (Some lessons have it on their page still.)"""
+        """The file with the rules for every solution. (Some lessons still have them on their page.)"""
         return self.folder / "contract.md"
 
     @property
@@ -112,12 +112,12 @@ class Lesson:
 
     @property
     def tasks(self) -> dict[str, tuple[int, str]]:
-        """function: (number of its step, what must hold)."""
+        """{function: (number of its step, what must hold)}."""
         return {name: (step.number, task) for step in self.steps for name, task in step.tasks.items()}
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Of its steps, in their order."""
+        """The groups of its steps, in order."""
         return tuple(dict.fromkeys(step.group for step in self.steps))
 
     @property
@@ -128,7 +128,7 @@ class Lesson:
 
 @functools.cache
 def found(folder: Path = HOUSE / "lessons") -> dict[str, Lesson]:
-    """name: lesson, of all that have a lesson.toml. Raises: ValueError, which names file and key, if one is wrong."""
+    """{name: lesson}, for every lesson.toml. Raises: ValueError, which names file and key, if one is wrong."""
     return {file.parent.name: read(file) for file in sorted(folder.glob(f"*/{FILE}"))}
 
 
@@ -137,7 +137,7 @@ def read(file: Path) -> Lesson:
     where = "/".join(file.parts[-3:])
     try:
         table = Table(tomllib.loads(file.read_text()), where)
-    except ValueError as error:  # UnicodeDecodeError too
+    except ValueError as error:  # including UnicodeDecodeError
         raise ValueError(f"{where} is not TOML: {error}") from None
     reference, takes_in = table.take("reference", str), table.texts("takes_in")
     called = table.take("called", str, Step.called)
@@ -186,7 +186,7 @@ KINDS = {str: "text", int: "a whole number", list: "a list", dict: "a table", (i
 
 
 class Table:
-    """A table of a lesson.toml, from which keys are taken: one that is missing, wrong or left over is named."""
+    """A table of a lesson.toml, from which keys are taken: errors name keys that are missing, wrong or left over."""
 
     def __init__(self, entries: dict, where: str):
         if not isinstance(entries, dict):
@@ -194,7 +194,7 @@ class Table:
         self.entries, self.where, self.known = entries, where, []
 
     def take(self, key: str, kind, default=None):
-        """The value of a key. Without a default it must be there, and hold something."""
+        """The value of a key. Without a default it must exist and not be empty."""
         self.known.append(key)
         value = self.entries.pop(key, default)
         if value is None:
@@ -214,6 +214,6 @@ class Table:
         return tuple(values)
 
     def end(self) -> None:
-        """All keys must be taken by now."""
+        """Check that all keys have been taken."""
         for key in self.entries:
             raise ValueError(f"{self.where}: {key} is no key of a lesson: {', '.join(self.known)} are")

@@ -1,4 +1,4 @@
-"""Messages: what became of the ranks, told to a learner. Which rank waited in which collective, at which line."""
+"""Messages: explain to a learner what happened to the ranks: which waited in which collective, at which line."""
 
 import ast
 import linecache
@@ -10,38 +10,38 @@ from zero_minimal.classroom.lessons import LOOK_AT, UNWRITTEN
 from zero_minimal.guards.collective_fingerprint import Mismatch
 from zero_minimal.processes.ranks import RankError
 
-COLLECTIVES = {"collectives.py", "work.py"}  # the files of core in which ranks wait for each other
+COLLECTIVES = {"collectives.py", "work.py"}  # core's files in which ranks wait for each other
 ROOMS = ("/zero_minimal/core/", "/zero_minimal/guards/", "/zero_minimal/processes/",
          "/zero_minimal/extensions/", "/zero_minimal/checkpoint/", "/zero_minimal/offloading/", "/tests/")
 _RANK = re.compile(r"^((?:host of )?rank \d+) stands here", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _SENDS = re.compile(r" waited .*\bsend")
-_INSIDE = re.compile(r" at line \d+ of \S+ \((\w+)\): ")  # the function where a rank stood
-_WAITS = re.compile(r"\b(wait|recv|send|synchronize)\(")  # in C: the stack has no frame of it
-_GLOO = re.compile(r"\[[^\]\[]*\.(?:cc|h):\d+\] *")  # where gloo's own source says so
-AT = "stood"  # a rank that computes
+_INSIDE = re.compile(r" at line \d+ of \S+ \((\w+)\): ")  # the function where a rank was
+_WAITS = re.compile(r"\b(wait|recv|send|synchronize)\(")  # functions in C, which have no frame on the stack
+_GLOO = re.compile(r"\[[^\]\[]*\.(?:cc|h):\d+\] *")  # places in gloo's source
+AT = "stood"  # of a rank that computes
 BUS = "waited at the bus"
 WHY_AT_THE_BUS = {"send": "all its buffers are in use", "receive": "nothing has come"}
-DIED_AT = "\nit died here (innermost first):\n"  # between what ended a rank, and its stack
+DIED_AT = "\nit died here (innermost first):\n"  # between the cause of a rank's death and its stack
 LOST = ("gloo", "is not part of group", "Connection")  # signs that a rank failed because of another
-# errors that say by themselves what is wrong in a line: a name, or the arguments of a call
+# errors that need no hint: a wrong name, or wrong arguments of a call
 _PLAIN = re.compile(r"it raised (NameError|UnboundLocalError|ImportError|ModuleNotFoundError|"
                     r"AttributeError: (?!'NoneType')|TypeError: .*(argument|is not callable|is not subscriptable))")
 _LATE = re.compile(r"^after (\S+) s rank ([\d, ]+) of (\d+) had not finished")
 
 
 def of_failure(error: Exception, path: str) -> str:
-    """What a RankError or TimeoutError of ranks.run says about the submission in the file `path`."""
+    """The message on the submission in the file `path`, from a RankError or TimeoutError of ranks.run."""
     if isinstance(error, TimeoutError):
         return _stuck(str(error), path)
     if isinstance(error, RankError):
         if isinstance(error.__cause__, Fault):
-            words, _, stack = str(error.__cause__).partition(DIED_AT)  # of its host, if there is one
+            words, _, stack = str(error.__cause__).partition(DIED_AT)  # of its host, if it has one
             words += _when(_FRAME.findall(stack), path)
             return words if UNWRITTEN in words else f"rank {error.rank}: {words}"
         words = str(error).split("failed:\n", 1)[-1].split("\n(after it")[0].strip()
         words, _, stack = words.partition(DIED_AT)
-        if "\n" in words:  # a traceback of ours: the rank could not even begin, or end
+        if "\n" in words:  # our traceback: the rank could not even begin or end
             words = words.splitlines()[-1]
         words += _when(_FRAME.findall(stack), path)
         if "SIGABRT" in words:
@@ -54,7 +54,7 @@ def of_failure(error: Exception, path: str) -> str:
 
 
 def _when(frames: list, path: str) -> str:
-    """Where a rank crashed, from its stack, innermost first; "" if that is not known."""
+    """Where a rank crashed, from its stack, innermost frame first; "" if unknown."""
     for file, line, function in frames:
         if file == path:
             return f" at {_line(path, line, function)}"
@@ -92,22 +92,22 @@ def _stuck(text: str, path: str) -> str:
 
 
 def listed(ranks) -> str:
-    """rank 0; ranks 0 and 1; ranks 0, 1 and 2"""
+    """Ranks in words: "rank 0", "ranks 0 and 1", "ranks 0, 1 and 2"."""
     *others, last = map(str, ranks)
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def hint(error: Exception, words: str, hints: dict, path: str) -> str:
-    """What to look at, if one of a test's hints fits:
+    """The hint of a test that fits, if any:
 
-    left      ranks wait to receive from one that has returned
-    dropped   ranks wait to receive, none to send, and a function where they wait drops what isend returns
+    left      ranks wait to receive from a rank that has returned
+    dropped   ranks wait to receive, none to send, and a function in which they wait drops the result of isend
     unsent    ranks wait to receive, and none to send
     unheard   ranks wait to send, and none to receive
-    stuck     they wait for each other, or failed because of another
-    raised    the file's own line raised what does not speak for itself
+    stuck     ranks wait for each other, or failed because of another
+    raised    a line of the file raised an error that needs explanation
 
-    One that speaks of isend is not for a function that calls none.
+    Hints on isend are skipped for functions that do not call it.
     """
     if isinstance(error, TimeoutError):
         loops, waits, sends = f" {AT} " in words, " waited " in words, _SENDS.search(words)
@@ -134,7 +134,7 @@ def _functions(path: str, names: set[str]) -> list[ast.FunctionDef]:
     """The functions of these names in a file."""
     try:
         tree = ast.parse("".join(linecache.getlines(path)))
-    except SyntaxError:  # saved meanwhile
+    except SyntaxError:  # the file was saved meanwhile
         return []
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
 
@@ -144,7 +144,7 @@ def _isends(function: ast.AST) -> bool:
 
 
 def _drops(function: ast.FunctionDef) -> bool:
-    """Whether it calls isend, and does not keep what that returns, or waits for nothing."""
+    """Whether it calls isend, but drops the result or never calls wait."""
     alone = [node.value for node in ast.walk(function) if isinstance(node, ast.Expr)]
     dropped = any(isinstance(call, ast.Call) and _isends(call.func) and getattr(call.func, "attr", "") != "wait"
                   for call in alone)
@@ -153,7 +153,7 @@ def _drops(function: ast.FunctionDef) -> bool:
 
 
 def _overwrites(loop: ast.AST) -> bool:
-    """Whether each turn of a loop gives one name to what isend returns, and does nothing with it."""
+    """Whether a loop assigns each result of isend to the same name, and does not use it inside the loop."""
     if not isinstance(loop, (ast.For, ast.While)):
         return False
     inside = list(ast.walk(loop))
@@ -164,12 +164,12 @@ def _overwrites(loop: ast.AST) -> bool:
 
 
 def brief(words: str) -> str:
-    """Without the places in gloo's source."""
+    """Remove the places in gloo's source."""
     return _GLOO.sub("", words)
 
 
 def _place(frames: list, path: str) -> str:
-    """Where a rank stands, from its stack, innermost first."""
+    """Where a rank is, from its stack, innermost frame first."""
     own = next((index for index, (file, _, _) in enumerate(frames) if file == path), None)
     if own is None:
         outside = [(Path(file).name, function) for file, _, function in frames

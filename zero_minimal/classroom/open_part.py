@@ -1,7 +1,7 @@
-"""The open part of lesson 10: points for a system.py, track by track (programs/budget.py says how).
+"""The open part of lesson 10: points for a system.py, track by track (programs/budget.py has the rules).
 
-The file runs in ranks in the grader's sandbox, as an assignment does: first on simulated ranks, in a process alone,
-then on real ones. What comes back is plain numbers.
+The file runs in ranks in the grader's sandbox, like an assignment: first on simulated ranks in a single process, then
+on real ones. Only plain numbers come back.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from zero_minimal.programs import system_rules, system_watch
 from zero_minimal.programs.budget import POINTS, TRACKS, Figures, Score, Track, score
 
 FILE = "system.py"
-SECONDS = 240  # for the simulated or the real runs of a track, on a machine that has much else to do
+SECONDS = 240  # for the simulated or the real runs of a track, on a busy machine
 
 
 def part() -> Lesson:
@@ -32,7 +32,7 @@ def part() -> Lesson:
 
 
 class TrackGrades(Grades):
-    """Tracks do not build on one another: none's fault comes from an earlier one, and each has its own words."""
+    """Grades for tracks, which do not build on one another: no failure comes from an earlier track."""
 
     def of(self, step: Step) -> tuple[float, str]:
         found = [result for result in self.results if result[0] == step.number]
@@ -46,7 +46,7 @@ class TrackGrades(Grades):
 
 def judge(file: Path, tracks: tuple[Track, ...] = TRACKS, show: Callable[[Score], object] = lambda score: None,
           ) -> list[Score]:
-    """A score for each track; show(score) is called as each is known. A file that is broken has 0, and says why."""
+    """A score for each track; show(score) is called as soon as each is known. A broken file gets 0 and the reason."""
     try:
         source = text_of(file)
         words = syntax_error(source) or system_watch.unwanted(source)
@@ -64,7 +64,7 @@ def judge(file: Path, tracks: tuple[Track, ...] = TRACKS, show: Callable[[Score]
 
 
 def illegal(track: Track, words: str) -> Score:
-    """No medal."""
+    """A score without a medal."""
     return Score(track.number, "", None, None, words)
 
 
@@ -88,7 +88,7 @@ def _judged(supervisor: Supervisor, submission: Submission, track: Track) -> Sco
 
 
 def on_simulated_ranks(submission, number: int) -> dict:
-    """In a rank that is alone: it leaves its world, since a simulation makes ranks of its own."""
+    """Run in a single rank: it leaves its world, since a simulation makes its own ranks."""
     dist.destroy_process_group()
     try:
         return system_rules.simulated_runs(submission.build, submission.path, TRACKS[number - 1])
@@ -97,7 +97,7 @@ def on_simulated_ranks(submission, number: int) -> dict:
 
 
 def on_real_ranks(submission, number: int, budgets: list) -> dict:
-    """In each of the ranks."""
+    """Run in each of the ranks."""
     return system_rules.real_runs(submission.build, submission.path, TRACKS[number - 1], budgets)
 
 

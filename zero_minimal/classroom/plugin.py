@@ -1,7 +1,7 @@
 """The grader's part inside pytest: run a lesson's graded tests against a submission, and report each one as it ends.
 
-It reads the tests, and then waits (grader_server.py). Of each grade lines of JSON go to its own pipe: one with "begins"
-says which test is next, so that the grader knows it should this process be killed; then {"test", "passed", "message"}.
+It reads the tests, and then waits (grader_server.py). Each grade writes lines of JSON to its own pipe: "begins" names
+the next test, so that the grader knows it if this process is killed; then {"test", "passed", "message"}.
 """
 
 import ast
@@ -25,7 +25,7 @@ from zero_minimal.processes import ranks
 
 LAMBDA = ("A lambda that was made in a loop sees the loop's variables as they are when it is called, and not when it "
           "is made: look there first.")
-LESS = 1 / 5  # of the patience, once a test has run out of time: the learner waits too
+LESS = 1 / 5  # of the patience, once a test has timed out: the learner is waiting
 
 
 def pytest_addoption(parser):
@@ -41,28 +41,28 @@ def pytest_configure(config):
 
 
 class Runner:
-    """What tests use as toys.run while a submission is graded: guarded in the ranks, never for long, nothing left."""
+    """Replaces toys.run while a submission is graded: guards ranks, limits their time, and leaves nothing behind."""
 
     def __init__(self, submission: Submission, seconds: float, supervisor: Supervisor):
         self.submission, self.supervisor = submission, supervisor
         self.patience = submission.lesson.patience  # seconds
         self.until = self.supervisor.spent + seconds
-        self.tell = lambda **entries: None  # the grader: that ranks run, or that they cannot
+        self.tell = lambda **entries: None  # tells the grader that ranks run, or cannot
 
     def install(self) -> None:
-        """Into toys, where tests look. The secrets are what random numbers begin from: a rank knows its own alone."""
-        import toys  # conftest has made it importable
+        """Install it in toys, where tests look. The secrets seed random numbers: a rank knows only its own."""
+        import toys  # conftest makes it importable
 
         toys.runner = self
         toys.secrets, toys.data_secrets = self.supervisor.secrets, self.supervisor.data_secrets
 
     @property
     def accounts(self) -> list:
-        """What the kernel counted in the last run, a rank each."""
+        """What the kernel counted in the last run, for each rank."""
         return self.supervisor.accounts
 
     def __call__(self, function, world_size, *args, timeout=float("inf"), fresh=False, counted=False):
-        """fresh: each rank is a Python of its own, as under torchrun. counted: `accounts` are made."""
+        """fresh: each rank is a separate Python, as under torchrun. counted: fill `accounts`."""
         left = self.until - self.supervisor.spent
         if left < 1:
             pytest.fail(USED_UP, pytrace=False)
@@ -75,7 +75,7 @@ class Runner:
             self.tell(busy=str(busy))
             raise
         except TimeoutError:
-            if not self.submission.lesson.draw:  # one that is drawn has nothing to do with the others
+            if not self.submission.lesson.draw:  # drawn steps are independent of each other
                 self.patience = min(LESS * self.submission.lesson.patience, self.patience)
             raise
         except ChildProcessError as error:
@@ -89,7 +89,7 @@ class Runner:
 
 
 def in_words(error: BaseException, path: str, hints: dict) -> str:
-    """A test's failure as a message for the learner; `hints` are those of its mark, `error.hints` those of one run."""
+    """A test's failure as a message for the learner; `hints`: those of its mark; `error.hints`: those of one run."""
     if isinstance(error, (ranks.RankError, TimeoutError)):
         words = messages.of_failure(error, path)
         return messages.brief(words) + messages.hint(error, words, hints | getattr(error, "hints", {}), path)
@@ -97,8 +97,8 @@ def in_words(error: BaseException, path: str, hints: dict) -> str:
 
 
 class Grading:
-    """Hooks of pytest: only graded tests, each reported as it ends. Once a test finds that a function is not written
-    yet, or two have run out of time at the same line, the others of the step are not run: they would say the same."""
+    """Hooks of pytest: only graded tests run, each reported as it ends. Once a test finds an unwritten function, or two
+    tests have timed out at the same line, the step's other tests do not run: they would say the same."""
 
     def __init__(self, config):
         self.config, self.runner = config, None
@@ -109,19 +109,19 @@ class Grading:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
-        if session.testsfailed:  # they could not be read: pytest says so
+        if session.testsfailed:  # the tests could not be read: pytest reports it
             return
         path, lesson = Path(self.config.submission.path), self.config.submission.lesson
         server = Server(socket.socket(fileno=self.config.option.serve), lesson, path)
         server.announce([{"test": item.nodeid, **_worth(item)} for item in session.items])
-        request = server.serve()  # from here on in a process for this one request
+        request = server.serve()  # from here on, this process has only this request
         items = {item.nodeid: item for item in session.items}
         session.items[:] = [items[test] for test in request.tests]
         self.config.submission = Submission(path, lesson, request.source)
         supervisor = Supervisor(lesson, path, server.places, request.fork_server)
         self.runner = Runner(self.config.submission, request.seconds, supervisor)
         self.reports, self.late = os.fdopen(request.reports, "w", buffering=1), Late()
-        self.over = unwritten_steps(self.config.submission)  # step: the message of all its tests from now on
+        self.over = unwritten_steps(self.config.submission)  # {step: the message of all its tests from now on}
         self.functions = Functions(self.config.submission)
         self.runner.tell = self._tell
         self.runner.install()
@@ -150,24 +150,24 @@ class Grading:
         return report
 
     def pytest_sessionfinish(self):
-        if self.runner:  # else the tests could not even be read
+        if self.runner:  # otherwise the tests could not even be read
             self.runner.close()
             self._tell(end=True)
-            os._exit(0)  # what ends with a process of Python's is not this one's
+            os._exit(0)  # Python's exit handlers belong to the server
 
     def _tell(self, **entries):
         self.reports.write(json.dumps(entries) + "\n")
 
 
 class Functions:
-    """Of a submission: which are written, and which step each line belongs to."""
+    """A submission's functions: which are written, and which step each line belongs to."""
 
     def __init__(self, submission: Submission):
         self.lesson, self.all = submission.lesson, functions_of(ast.parse(submission.source))
 
     def judge(self, message: str, step: int) -> str:
-        """A message of one of the step's checks, if need be with other words: what is written is not waited for, and
-        an error that a function of an earlier step has raised is looked for there."""
+        """The message of one of the step's checks, corrected: for a function that is written but raises
+        NotImplementedError, and for an error raised in a function of an earlier step."""
         name = message.partition(UNWRITTEN)[0].rpartition(" ")[2]
         if needs(message) > step and not any(
                 _is_hole(function) for label, function in self.all.items() if label.rpartition(".")[2] == name):
@@ -183,23 +183,23 @@ class Functions:
 
 
 class Late:
-    """Which lines tests have run out of time at."""
+    """The lines at which tests have timed out."""
 
     def __init__(self):
-        self.errors, self.times = [], {}  # the errors; {lines: how often}
+        self.errors, self.times = [], {}  # errors; {lines: count}
 
     def again(self, step: int, error: BaseException, message: str) -> bool:
-        """Whether the step is hopeless: it stood at these lines twice. What did so in an earlier step has one try."""
+        """Whether to give up on the step: tests timed out at these lines twice, or once before in an earlier step."""
         lines = tuple(re.findall(r"line \d+ of .*", message))
         if not isinstance(error, TimeoutError) or not lines or any(error is known for known in self.errors):
-            return False  # tests that share a run share its error
+            return False  # tests that share a run share an error
         self.errors.append(error)
         self.times[lines] = self.times.get(lines, 0) + 1
         return self.times[lines] > 1
 
 
 def unwritten_steps(submission: Submission) -> dict[int, str]:
-    """{step: message} of the steps whose functions are all as the starter has them."""
+    """{step: message} for steps whose functions are all unchanged from the starter."""
     found = {}
     functions = functions_of(ast.parse(submission.source))
     for step in submission.lesson.steps:

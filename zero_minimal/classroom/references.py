@@ -1,7 +1,7 @@
-"""References: what a lesson's learner could have written, as one text, also where it lies in several modules.
+"""References: a lesson's solution as one text, even if it is spread over several modules.
 
-A learner fills in one file. So the definitions that a lesson takes in stand in front of those of its main reference;
-imports are merged; `module.name` of what is taken in becomes `name`. Text is cut by line numbers: comments stay.
+A learner fills in one file. So definitions that a lesson takes from other modules are placed before those of its main
+reference; imports are merged; their `module.name` becomes `name`. Text is cut by line numbers, so comments stay.
 """
 
 import ast
@@ -15,18 +15,18 @@ from typing import NamedTuple
 
 from zero_minimal.classroom.lessons import PACKAGE, Lesson
 
-WIDTH = 100  # of a file shown in class
+WIDTH = 100  # width of a file shown in class
 
 
 @functools.cache
 def reference(lesson: Lesson) -> str:
-    """The lesson's reference as one text. Raises: FileNotFoundError if this copy comes without it."""
+    """The lesson's reference as one text. Raises: FileNotFoundError if this copy of the course lacks it."""
     main, taken = Module.named(lesson.reference, lesson), definitions(lesson)
     return merged(main, taken, [Module.named(name, lesson) for name in taken]) if taken else main.text
 
 
 def definitions(lesson: Lesson) -> dict[str, list[str]]:
-    """module: names of what the lesson takes in from it."""
+    """{module: names of the definitions that the lesson takes from it}."""
     taken: dict[str, list[str]] = {}
     for module, _, name in (entry.rpartition(".") for entry in lesson.takes_in):
         taken.setdefault(module, []).append(name)
@@ -42,17 +42,17 @@ class Import(NamedTuple):
 
     @property
     def binds(self) -> str:
-        """The name that it gives a meaning to."""
+        """The name that it binds."""
         return self.alias or self.name or self.module.split(".")[0]
 
     @property
     def full(self) -> str:
-        """What that name means: a module, or something in one."""
+        """The full name of what it binds: a module, or something in one."""
         return f"{self.module}.{self.name}" if self.name else self.module if self.alias else self.binds
 
 
 def imports_of(nodes) -> dict[str, Import]:
-    """name: the import that binds it, of all that are among these nodes."""
+    """{name: the import that binds it}, for all imports among these nodes."""
     found = []
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -63,7 +63,7 @@ def imports_of(nodes) -> dict[str, Import]:
 
 
 class Module:
-    """A module's text, and what stands at its top: imports and definitions by name."""
+    """A module's text, and its top level: imports and definitions by name."""
 
     def __init__(self, name: str, text: str):
         self.name, self.text, self.lines = name, text, text.splitlines()
@@ -73,7 +73,7 @@ class Module:
 
     @classmethod
     def named(cls, name: str, lesson: Lesson) -> "Module":
-        """Raises: FileNotFoundError if this copy comes without it."""
+        """Raises: FileNotFoundError if this copy of the course lacks it."""
         try:
             spec = importlib.util.find_spec(name)
         except ModuleNotFoundError:
@@ -84,7 +84,7 @@ class Module:
         return cls(name, Path(spec.origin).read_text())
 
     def first_line(self, node: ast.stmt) -> int:
-        """Its number from 0, with decorators and the comments right above."""
+        """A statement's first line, from 0, including decorators and the comments right above."""
         first = min([node.lineno, *(part.lineno for part in getattr(node, "decorator_list", ()))]) - 1
         while first and self.lines[first - 1].startswith(" " * node.col_offset + "#"):
             first -= 1
@@ -104,7 +104,7 @@ def bound_by(node: ast.stmt) -> list[str]:
 
 
 def used_names(text: str) -> set[str]:
-    """Names that a text looks up outside of its functions and classes."""
+    """Names that a text looks up globally, even inside its functions."""
     used, tables = set(), [symtable.symtable(text, "text", "exec")]
     for table in tables:
         tables += table.get_children()
@@ -113,14 +113,14 @@ def used_names(text: str) -> set[str]:
 
 
 def mentions(tree: ast.AST, imports: dict[str, Import], taken: dict[str, list[str]]) -> list[ast.Attribute]:
-    """The places where a definition that is taken in is called by its module: `module.name`."""
+    """Places that refer to a taken definition through its module: `module.name`."""
     full = {name: entry.full for name, entry in imports.items()}
     return [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
             and node.attr in taken.get(full.get(node.value.id, ""), ())]
 
 
 def borrowed(lesson: Lesson, source: str) -> list[str]:
-    """What a submission uses, out of other modules, of the definitions that the lesson takes in."""
+    """Definitions taken in by the lesson that a submission uses from other modules."""
     tree, taken = ast.parse(source), definitions(lesson)
     imports = imports_of(ast.walk(tree))
     used = [entry.full for entry in imports.values() if entry.name and entry.name in taken.get(entry.module, ())]
@@ -131,10 +131,10 @@ def borrowed(lesson: Lesson, source: str) -> list[str]:
 
 
 def merged(main: Module, taken: dict[str, list[str]], others: list[Module]) -> str:
-    """One text of the main module and of what is taken in. `others`: the modules that it is taken from.
+    """One text of the main module and the taken definitions. `others`: the modules from which they are taken.
 
-    Raises: ValueError if a module has no such definition, if one needs a private name that is not taken in, or if a
-    name would have two meanings.
+    Raises: ValueError if a module lacks a definition, if one needs a private name that is not taken in, or if a name
+    would have two meanings.
     """
     main, others = shortened(main, taken), [shortened(other, taken) for other in others]
     imports = {name: entry for name, entry in main.imports.items() if not _is_taken(entry, taken)}
@@ -172,14 +172,14 @@ def _agree(meaning: dict[str, str], name: str, full: str) -> None:
 
 
 def needed(module: Module, text: str) -> list[Import]:
-    """Imports for what a text, cut out of a module, uses of that module's."""
+    """Imports for the names of a module that a text cut out of it uses."""
     used = sorted(used_names(text))
     own = [Import(module.name, name, "") for name in used if name in module.definitions]
     return own + [module.imports[name] for name in used if name in module.imports]
 
 
 def shortened(module: Module, taken: dict[str, list[str]]) -> Module:
-    """The module with `name` in place of `module.name` for all that is taken in."""
+    """The module with `name` instead of `module.name` for all taken definitions."""
     text, starts = module.text.encode(), [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -200,7 +200,7 @@ def _locals(function: ast.FunctionDef) -> set[str]:
 
 
 def _put_together(main: Module, imports: list[Import], pieces: list[str]) -> str:
-    """The main module's text with these imports for its own, and the pieces before its first function or class."""
+    """The main module's text with these imports as its own, and the pieces before its first function or class."""
     statements = main.tree.body
     own = [node for node in statements if isinstance(node, (ast.Import, ast.ImportFrom))]
     border = min((main.first_line(node) for node in statements if isinstance(node, (ast.FunctionDef, ast.ClassDef))),
@@ -215,8 +215,8 @@ def _put_together(main: Module, imports: list[Import], pieces: list[str]) -> str
 
 
 def block(imports: list[Import], kept: dict[tuple, str]) -> str:
-    """Import statements in the usual order: the standard library, other packages, this one. `kept`: texts that stand
-    for these imports already."""
+    """Import statements in the usual order: the standard library, other packages, this one. `kept`: existing texts of
+    these imports."""
     statements: dict[tuple, list[Import]] = {}
     for entry in imports:
         key = _section(entry.module), bool(entry.name), entry.module.lower(), "" if entry.name else entry.alias

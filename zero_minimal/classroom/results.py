@@ -1,6 +1,6 @@
-"""Results: what a rank sends back, as data that nothing is run for: JSON, and the bytes of tensors behind it.
+"""Results: what a rank sends back, in a format that runs no code: JSON, followed by the bytes of tensors.
 
-A pickle would run whatever a submission wrote into it, in the process that gives the points.
+A pickle could run any code of a submission in the process that gives the points.
 """
 
 import dataclasses
@@ -10,12 +10,12 @@ import sys
 
 import torch
 
-MODULES = ("toys", "checks")  # whose named tuples and dataclasses may travel
+MODULES = ("toys", "checks")  # whose named tuples and dataclasses may be sent
 MOST = 2**28  # bytes
 
 
 def encode(value) -> bytes:
-    """Plain numbers, text, tensors and containers of them; nothing of a submission's own leaves its rank.
+    """Encode plain numbers, text, tensors and containers of them; a submission's own classes cannot leave its rank.
 
     Raises: TypeError for anything else.
     """
@@ -53,7 +53,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def decode(data: bytes):
-    """Raises: ValueError if it is not what `encode` makes."""
+    """Decode. Raises: ValueError if the data are not from `encode`."""
     try:
         head, _, raw = data.partition(b"\n")
         tree, table = json.loads(head)

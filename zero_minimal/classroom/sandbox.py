@@ -1,11 +1,11 @@
-"""Sandbox: what the kernel itself denies to a submission, whatever became of the Python around it. (Linux)
+"""Sandbox: what the kernel itself denies to a submission, whatever it does to Python. (Linux)
 
-    rights      started as root, its processes are nobody's; they can gain none
-    files       Landlock: it reads Python and the staged copy, and writes into a folder of its own
-    processes   seccomp: it starts none, signals and traces none but itself, sends by write() alone, which is counted
+    rights      processes started as root become nobody's; they cannot gain rights
+    files       Landlock: it reads Python and the staged copy, and writes only into its own folder
+    processes   seccomp: it starts none, signals and traces only itself, and sends only by write(), which is counted
 
-What is denied is an OSError in the submission. Kernels without one of these, and other systems, leave it out: `holds`
-says so, and the grader tells its user.
+A denied call raises an OSError in the submission. Where the kernel or system lacks one of these, it is left out:
+`holds` returns False, and the grader tells its user.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import struct
 import sys
 
 NOBODY = 65534
-NO_NEW_PRIVILEGES, END_WITH_PARENT = 38, 1  # of linux/prctl.h
+NO_NEW_PRIVILEGES, END_WITH_PARENT = 38, 1  # from linux/prctl.h
 CREATE, ADD_RULE, RESTRICT = 444, 445, 446  # Landlock's system calls
 READ, WRITE, REMOVE, MAKE, TRUNCATE = 0b1101, 0b10, 0b110000, 0b1111111 << 6, 1 << 14
 REFER, DEVICES = 1 << 13, 1 << 15  # move files between folders, ioctl
@@ -30,12 +30,12 @@ def _libc():
 
 
 def holds() -> bool:
-    """Whether this kernel can do all of it."""
+    """Whether this kernel supports all of it."""
     return sys.platform == "linux" and _abi() > 0 and platform.machine() in CALLS
 
 
 def end_with_parent() -> None:
-    """Who started this process has ended: so does it."""
+    """Let this process end when the one that started it ends."""
     if sys.platform == "linux":
         _libc().prctl(END_WITH_PARENT, 9, 0, 0, 0)
 
@@ -46,15 +46,15 @@ def end_with_parent() -> None:
 def give_up_root(needed: list[str], own: str) -> None:
     """Become nobody, if this is root: the owner of the folder `own` and of nothing else.
 
-    Where Python itself (`needed`) lies in a folder of root's alone nobody could not read it: then only all of root's
-    powers go.
+    If Python itself (`needed`) is in a folder that only root can read, nobody could not read it: then only root's
+    capabilities are dropped.
     """
     if not hasattr(os, "geteuid") or os.geteuid():
         return
     if all(map(_open_to_all, needed)):
         os.chown(own, NOBODY, NOBODY)
         os.setgroups([])
-        os.setgid(NOBODY)  # of root's calls these set all three, on macOS too
+        os.setgid(NOBODY)  # for root, these calls set all three ids, also on macOS
         os.setuid(NOBODY)
     elif sys.platform == "linux":
         none = struct.pack("6I", *[0] * 6)
@@ -78,12 +78,12 @@ def _abi() -> int:
 
 
 def only_files(readable: list[str], writable: list[str]) -> None:
-    """From now on this thread, and what it starts, reads below `readable` and reads and writes below `writable`."""
+    """From now on, this thread and what it starts can read below `readable`, and read and write below `writable`."""
     if sys.platform != "linux" or not (abi := _abi()):
         return
     handled = READ | WRITE | REMOVE | MAKE
     handled |= (REFER if abi > 1 else 0) | (TRUNCATE if abi > 2 else 0) | (DEVICES if abi > 4 else 0)
-    scoped = 0b11 if abi > 5 else 0  # neither signals nor abstract sockets to others
+    scoped = 0b11 if abi > 5 else 0  # no signals and no abstract sockets to others
     attributes = struct.pack("QQQ", handled, 0, scoped)[: 24 if abi > 5 else 8]
     rules = _landlock(CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
     for paths, rights in ((readable, READ), (writable, handled)):
@@ -106,7 +106,7 @@ def _landlock(*arguments) -> int:
 
 
 def without(path: str, hidden: list[str]) -> list[str]:
-    """The path, or, where something hidden lies in it, the parts of it that hold nothing hidden."""
+    """The path, or, if something hidden is inside it, those parts of it without hidden files."""
     path = os.path.realpath(path)
     if path in hidden:
         return []
@@ -117,7 +117,7 @@ def without(path: str, hidden: list[str]) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------------------- processes
 
-# system calls by number: on x86_64, on aarch64
+# numbers of system calls: on x86_64, on aarch64
 NUMBERS = {
     "sendto": (44, 206), "sendmsg": (46, 211), "sendmmsg": (307, 269), "socket": (41, 198), "socketpair": (53, 199),
     "clone": (56, 220), "clone3": (435, 435), "fork": (57, None), "vfork": (58, None), "execve": (59, 221),
@@ -134,22 +134,22 @@ CALLS = {  # machine: (its name for the kernel, {call: number})
     machine: (name, {call: numbers[column] for call, numbers in NUMBERS.items() if numbers[column] is not None})
     for column, (machine, name) in enumerate({"x86_64": 0xC000003E, "aarch64": 0xC00000B7}.items())
 }
-LOAD, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # of the kernel's little language for filters
+LOAD, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # of BPF, the kernel's language for filters
 ALLOW, DENY, ABSENT = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 NUMBER, MACHINE, FIRST, THIRD = 0, 4, 16, 32  # where a filter finds the call, and its arguments
 THREAD = 0x10000  # CLONE_THREAD
-SEVERAL_THREADS = 1  # SECCOMP_FILTER_FLAG_TSYNC: the filter is for all threads that there are
-SHORT = 128  # bytes; questions to the kernel about network interfaces are shorter
+SEVERAL_THREADS = 1  # SECCOMP_FILTER_FLAG_TSYNC: the filter applies to all threads
+SHORT = 128  # bytes; requests to the kernel about network interfaces are shorter
 
 
 def no_other_processes() -> None:
-    """From now on no thread of this process starts a process, or touches another one than itself."""
+    """From now on, no thread of this process can start a process, or affect another one."""
     machine, call = CALLS.get(platform.machine(), (None, {}))
     if sys.platform != "linux" or machine is None:
         return
     program = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, machine), (RETURN, 0, 0, DENY), (LOAD, 0, 0, NUMBER),
                (ABOVE, 0, 1, 0x3FFFFFFF), (RETURN, 0, 0, DENY)]
-    allowed_if = {  # call: (the argument that decides, how, with what)
+    allowed_if = {  # {call: (deciding argument, comparison, value)}
         "clone": (FIRST, ANY_BIT, [THREAD]), "kill": (FIRST, EQUAL, [os.getpid()]),
         "tgkill": (FIRST, EQUAL, [os.getpid()]), "socket": (FIRST, EQUAL, [2, 10, 16]),
     }
@@ -163,7 +163,7 @@ def no_other_processes() -> None:
                 then += [(compare, 0, 1, value), (RETURN, 0, 0, ALLOW)]
             then += [(RETURN, 0, 0, DENY)]
         else:
-            then = [(RETURN, 0, 0, ABSENT if name == "clone3" else DENY)]  # without clone3 libc falls back on clone
+            then = [(RETURN, 0, 0, ABSENT if name == "clone3" else DENY)]  # then libc uses clone
         program += [(EQUAL, 0, len(then), number), *then]
     program += [(RETURN, 0, 0, ALLOW)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))

@@ -1,6 +1,6 @@
-"""Sandboxed ranks: those that run a submission, their hosts, and their fork server, as the judge holds them.
+"""Sandboxed ranks: the judge's handles of ranks that run a submission, of their hosts, and of their fork server.
 
-Nothing here believes a rank. What it sends is data of limited size; what it holds and sends is read in /proc, where it
+Nothing here trusts a rank. It can send only data of limited size; its memory and traffic are read in /proc, where it
 cannot write.
 """
 
@@ -23,42 +23,42 @@ from zero_minimal.classroom.accounts import end_all_below, held_by, sent_by
 from zero_minimal.classroom.fork_server import READY
 from zero_minimal.offloading import host_link
 
-START = 60.0  # seconds that a fork server may take to import torch, on a machine that has much else to do
-ANSWER = 60.0  # the same to fork
-HEAD = 4  # bytes of a message that say how long it is
-STACK = 2**15  # bytes of a rank's stack that are read
+START = 60.0  # seconds for a fork server to import torch, on a busy machine
+ANSWER = 60.0  # seconds to fork, likewise
+HEAD = 4  # bytes at the start of a message that give its length
+STACK = 2**15  # the most bytes of a rank's stack that are read
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 
 
 @dataclass
 class Account:
-    """What the kernel counted for one rank from the submission's first line on; None where it does not count."""
+    """What the kernel counted for one rank from the submission's first line on; None if it does not count that."""
 
-    sent: int | None  # bytes that the rank wrote, to whomever
-    held: int | None  # bytes of memory of its own at most, once it had data, beyond what it had before
-    host: int | None = None  # the same of its hosts together
+    sent: int | None  # bytes that the rank wrote, to any target
+    held: int | None  # peak bytes of its own memory after it got data, minus those before
+    host: int | None = None  # the same for all its hosts together
 
 
 @dataclass(eq=False)
 class Process:
-    """One that runs a submission."""
+    """A process that runs a submission."""
 
     fork_server: "ForkServer"
     process: int | None  # None once it is known to have ended
-    stacks: int  # a pipe
+    stacks: int  # a pipe with its stack
 
     def signal(self, number: int) -> None:
-        if self.process:  # 0 would mean ourselves
+        if self.process:  # 0 would be our own process group
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process, number)
 
     def ended(self) -> int | None:
-        """Its exit code, once it has ended or was killed."""
+        """Wait for its end; return its exit code."""
         code, self.process = self.fork_server.ended(self.process) if self.process else None, None
         return code
 
     def stack(self) -> str:
-        """What it has written of its stack since it was asked for, or when it crashed."""
+        """The stack that it has written, on request or when it crashed."""
         with contextlib.suppress(BlockingIOError):
             return os.read(self.stacks, STACK).decode(errors="replace").rstrip()
         return ""
@@ -84,10 +84,10 @@ class HostHandle(Process):
 
 @dataclass(eq=False)
 class RankHandle(Process):
-    """A rank, as the judge sees it."""
+    """The judge's handle of a rank."""
 
     line: Connection
-    folder: str = ""  # of this run
+    folder: str = ""  # for this run
     hosts: list[HostHandle] = field(default_factory=list)
     sent_before: int | None = None
     held_before: int | None = None
@@ -102,7 +102,7 @@ class RankHandle(Process):
         super().close()
 
     def lend_host(self, setup: dict, size: int) -> None:
-        """Give it a host process, a line to that, and memory that both see. Nothing, if it has had too many."""
+        """Give the rank a host process, a line to it, and shared memory. Gives nothing if it has had too many."""
         with socket.fromfd(self.line.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
             if size > hosts.MOST_BYTES or len(self.hosts) >= hosts.MOST_HOSTS:
                 line.sendall(b"!")
@@ -123,17 +123,17 @@ class RankHandle(Process):
         self.send(work)
 
     def give_data(self, secret: int) -> None:
-        """What is held counts from now on; who asks again is given it again, and nothing else changes."""
+        """Send the secret; memory counts from the first time on. A second request only sends it again."""
         self.most = self.most if self.has_data else 0
         self.has_data = True
         self.send(secret.to_bytes(8, "big"))
 
     def send(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # gone, as will be seen
+        with contextlib.suppress(OSError):  # it is gone, which is noticed later
             self.line.send_bytes(message)
 
     def processes(self) -> list[int]:
-        """Its own and its hosts' that have not ended."""
+        """Numbers of its own and its hosts' processes that have not ended."""
         return [process.process for process in (self, *self.hosts) if process.process]
 
     def look(self) -> None:
@@ -141,7 +141,7 @@ class RankHandle(Process):
         self.most_of_hosts = max(self.most_of_hosts, sum(host.look() for host in self.hosts))
 
     def account(self, answer: bytes) -> Account:
-        """Without the bytes of its answer."""
+        """The rank's Account, without the bytes of its answer."""
         after = sent_by(self.process)
         sent = None if self.sent_before is None or after is None else after - self.sent_before - HEAD - len(answer)
         if self.held_before is None:
@@ -152,7 +152,7 @@ class RankHandle(Process):
 class ForkServer:
     """The judge's handle of a fork server.
 
-    hash_seed: Python's, in it and all that it forks; None for one by chance.
+    hash_seed: Python's hash seed for it and all that it forks; None for a random one.
     """
 
     def __init__(self, places: dict, hash_seed: int | None = None):
@@ -179,7 +179,7 @@ class ForkServer:
 
     def lives(self) -> bool:
         try:
-            return not select.select([self.control], [], [], 0)[0]  # who has ended is heard: the end of its line
+            return not select.select([self.control], [], [], 0)[0]  # when it ends, its line closes
         except (OSError, ValueError):  # closed
             return False
 
@@ -189,12 +189,12 @@ class ForkServer:
             return RankHandle(self, *self._start({"start": setup}, theirs.fileno()), ours)
 
     def fork_host(self, setup: dict, *descriptors: int) -> HostHandle:
-        """descriptors: its line, the end of a pipe that closes with it, the memory of its bus."""
+        """descriptors: its line, the end of a pipe that closes when it ends, the memory of its bus."""
         process, stacks = self._start({"host": setup}, *descriptors)
         return HostHandle(self, process, stacks, held_by(process))
 
     def _start(self, request: dict, line: int, *others: int) -> tuple[int, int]:
-        """A process, and the pipe that it writes its stack into."""
+        """A process, and the pipe into which it writes its stack."""
         stacks, writes = os.pipe()
         os.set_blocking(stacks, False)
         try:
@@ -203,13 +203,13 @@ class ForkServer:
             os.close(writes)
 
     def begin_anew(self) -> None:
-        """For another judge, wherever the last one was when it ended."""
+        """Prepare for another judge, at whatever point the last one ended."""
         mark = secrets.token_hex(8)
-        if self._ask({"anew": mark}) != mark:  # that was the last one's answer
+        if self._ask({"anew": mark}) != mark:  # this was an answer to the last judge
             self._answer()
 
     def ended(self, process: int) -> int:
-        """The exit code of a process of its own that has ended, or was killed."""
+        """Wait for a forked process to end; return its exit code."""
         return self._ask({"ended": process})
 
     def _ask(self, request: dict, *descriptors: int):
@@ -221,16 +221,16 @@ class ForkServer:
             raise ChildProcessError("a process of the grader's was killed while this test ran") from None
 
     def _answer(self):
-        """Raises: OSError if it is gone."""
+        """Read an answer. Raises: OSError if the server is gone."""
         answer = self.control.recv(100)
         if not answer.endswith(b"\n"):
             raise ConnectionResetError
         return json.loads(answer.splitlines()[-1])
 
     def close(self) -> None:
-        """By whoever has its handle: it need not be a child."""
+        """End the server, which need not be a child of this process."""
         if self.control.fileno() < 0:
-            return  # it is
+            return  # it is closed
         end_all_below(self.pid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)

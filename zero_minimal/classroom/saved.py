@@ -1,5 +1,5 @@
-"""Saved: what a learner's editor has saved, once it is whole. Editors write beside and rename, write twice, or leave
-half a file for a moment; so what counts is what the files hold, and that they have held it for a while."""
+"""Saved: waits until a learner's editor has saved a complete file. Editors write another file and rename it, write
+twice, or briefly leave half a file; so only contents count, once they have been stable for a while."""
 
 import hashlib
 import time
@@ -9,33 +9,33 @@ from pathlib import Path
 from zero_minimal.classroom.course_copy import helpers
 from zero_minimal.classroom.submission import decoded, syntax_error
 
-POLL = 0.1  # seconds between two looks
-SETTLED = 0.1  # seconds for which a file must have stayed as it is
-DOUBTFUL = 0.6  # the same, of one that is empty or no Python: it may be half a file
-GONE = 2.0  # seconds after which a file that is not there is missing
+POLL = 0.1  # seconds between two reads
+SETTLED = 0.1  # seconds for which a file must have been unchanged
+DOUBTFUL = 0.6  # the same for a file that is empty or not Python: it may be incomplete
+GONE = 2.0  # seconds after which an absent file counts as missing
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The file, and in `digest` the Python files beside it too."""
+    """A file's text; `digest` also covers the Python files in its folder."""
 
     text: str
     digest: str
 
     @property
     def error(self) -> str:
-        """Why it cannot be graded, in words; "" if it can."""
+        """Why the file cannot be graded, in words; "" if it can."""
         return syntax_error(self.text)
 
 
 class Place:
-    """Where something is saved: a file, and the Python files beside it. `taken` is what was waited for last."""
+    """A watched file and the Python files in its folder. `taken`: what the last wait() returned."""
 
     def __init__(self, file: Path):
         self.file, self.taken = file, Saved("", "")
 
     def wait(self, missing=lambda: None) -> Saved:
-        """Until there is something else than before. missing() is called once if the file is gone for a while."""
+        """Wait for a change. missing() is called once if the file is absent for a while."""
         known, seen, since, gone = self.taken.digest, None, time.monotonic(), False
         while True:
             now, found = time.monotonic(), self.look()
@@ -51,17 +51,17 @@ class Place:
             time.sleep(POLL)
 
     def changed(self) -> bool:
-        """Whether something else is there than what was taken; if so, whatever comes is new."""
+        """Whether the file differs from `taken`; if so, the next wait() returns any content."""
         if (found := self.look()) is not None and found.digest == self.taken.digest:
             return False
         self.taken = Saved("", "")
         return True
 
     def look(self) -> Saved | None:
-        """What is there now; None if there is no file. (Dates are not asked: they can be too coarse to tell.)"""
+        """The current content; None if there is no file. (File times are not used: they can be too coarse.)"""
         try:
             texts = {file.name: file.read_bytes() for file in (self.file, *helpers(self.file))}
-        except OSError:  # in the middle of a rename
+        except OSError:  # during a rename
             return None
         digest = hashlib.sha256(repr(texts).encode()).hexdigest()
         return Saved(decoded(texts[self.file.name]), digest)

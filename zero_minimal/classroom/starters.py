@@ -1,7 +1,7 @@
-"""python -m zero_minimal starters: write lessons/*/assignment.py anew, from the reference.
+"""python -m zero_minimal starters: regenerate lessons/*/assignment.py from the references.
 
-A starter is the reference in one file, with the bodies taken out that its lesson is about. Signatures and docstrings
-stay; in place of a body stands what must hold when the function returns, and an error that names the step, or `...`.
+A starter is the reference in one file, without the bodies that a learner writes. Signatures and docstrings stay; a body
+is replaced by what must hold when the function returns, and an error that names the step, or `...`.
 """
 
 import ast
@@ -13,13 +13,13 @@ from zero_minimal.workload.settings import Parser
 
 
 def starter(lesson: Lesson, source: str) -> str:
-    """The text of assignment.py. Raises: ValueError if the reference has not got one of the lesson's functions."""
+    """The text of assignment.py. Raises: ValueError if the reference lacks one of the lesson's functions."""
     lines, functions = source.splitlines(), functions_of(ast.parse(source))
     labels = {step.number: step.label for step in lesson.steps}
     missing = [name for name in lesson.tasks if name not in functions]
     if missing:
         raise ValueError(f"{lesson.name}: the reference has no function {', '.join(missing)}")
-    # from the last one up, so that the line numbers of the others stay right
+    # from the last to the first, so that the line numbers of the others stay right
     for name in sorted(lesson.tasks, key=lambda name: -functions[name].lineno):
         first, last, indent = _body(functions[name], lines)
         number, task = lesson.tasks[name]
@@ -39,8 +39,8 @@ def functions_of(tree: ast.Module) -> dict:
 
 
 def _body(function: ast.FunctionDef, lines: list[str]) -> tuple[int, int, int]:
-    """First and last line without the docstring, and the indentation. Comments before the first statement belong to
-    it."""
+    """First and last line without the docstring, and the indentation. Comments before the first statement are
+    included."""
     body = function.body
     if ast.get_docstring(function):
         head = body[0].end_lineno
@@ -48,7 +48,7 @@ def _body(function: ast.FunctionDef, lines: list[str]) -> tuple[int, int, int]:
         parts = [*(arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)), function.returns]
         head = max([function.lineno, *(part.end_lineno for part in parts if part)])
         while head < body[0].lineno - 1 and not lines[head - 1].partition("#")[0].rstrip().endswith(":"):
-            head += 1  # a signature may end in a line of its own
+            head += 1  # a signature may end on its own line
         head = min(head, body[0].lineno - 1)
     return head + 1, body[-1].end_lineno, function.col_offset + 4
 
@@ -62,8 +62,8 @@ def _instead(name: str, label: str, task: str, indent: int, quiet: bool) -> list
 
 
 def main(arguments: list[str]) -> None:
-    parser = Parser(prog="python -m zero_minimal starters", description="Write lessons/*/assignment.py anew from the "
-                    "reference. What a learner wrote into them is lost.")
+    parser = Parser(prog="python -m zero_minimal starters", description="Rewrite lessons/*/assignment.py from the "
+                    "references. What a learner wrote into them is lost.")
     parser.parse_args(arguments)
     try:
         texts = {lesson.starter: starter(lesson, reference(lesson)) for lesson in found().values()}

@@ -1,4 +1,4 @@
-"""A learner's file as the tests see it: loaded inside the ranks, and never in the grader's own process."""
+"""A learner's file as the tests see it: loaded inside the ranks, never in the grader's own process."""
 
 import importlib.util
 import linecache
@@ -11,7 +11,7 @@ import cloudpickle
 
 from zero_minimal.classroom.lessons import Lesson
 
-NAME = "assignment"  # of the module
+NAME = "assignment"  # the module's name
 
 
 def text_of(path: Path) -> str:
@@ -20,17 +20,17 @@ def text_of(path: Path) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """The text of a Python file. Editors may begin it with a byte-order mark, or use latin-1 without saying so."""
+    """The text of a Python file. Editors may begin it with a byte-order mark, or use latin-1 without declaring it."""
     try:
         return importlib.util.decode_source(data)
-    except (SyntaxError, UnicodeDecodeError):  # no encoding that it names, and not UTF-8
+    except (SyntaxError, UnicodeDecodeError):  # no declared encoding, and not UTF-8
         return data.decode("latin-1").replace("\r\n", "\n")
 
 
 def syntax_error(text: str) -> str:
-    """Why it is not Python, in words; "" if it is."""
+    """Why the text is not Python, in words; "" if it is."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # they are for who runs it
+        with warnings.catch_warnings(action="ignore"):  # warnings matter only when it runs
             compile(text, NAME, "exec")
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         line = getattr(error, "lineno", None)
@@ -39,9 +39,9 @@ def syntax_error(text: str) -> str:
 
 
 class Submission:
-    """Stands in for what the tests look at: call it as the lesson's class, or use it as the lesson's module.
+    """Replaces what the tests examine: call it like the lesson's class, or use it like the lesson's module.
 
-    It travels to the ranks as text. There the first use runs the file.
+    It is sent to the ranks as text, where the first use runs the file.
 
     source: its text, if it has been read already.
     """
@@ -53,22 +53,22 @@ class Submission:
         return getattr(self, self.lesson.class_name)(*args, **kwargs)
 
     def __getattr__(self, name):
-        if name.startswith("_"):  # pickle asks for such
+        if name.startswith("_"):  # pickle looks for such names
             raise AttributeError(name)
         if not hasattr(self._module(), name):
             raise AttributeError(f"the file has no {name}: keep the names of the assignment")
         return getattr(self._module(), name)
 
     def load(self) -> None:
-        """Run the file, if that has not been done."""
+        """Run the file, unless that has been done."""
         self._module()
 
     def _module(self):
         if NAME not in sys.modules:
             module = sys.modules[NAME] = types.ModuleType(NAME)
             module.__file__ = self.path
-            cloudpickle.register_pickle_by_value(module)  # what a host process is sent: it has no such module
-            # so that errors show lines: a rank cannot read the file itself
+            cloudpickle.register_pickle_by_value(module)  # for objects sent to a host process, which lacks this module
+            # so that errors show lines, since a rank cannot read the file itself
             linecache.cache[self.path] = len(self.source), None, self.source.splitlines(True), self.path
             exec(compile(self.source, self.path, "exec"), module.__dict__)
         return sys.modules[NAME]

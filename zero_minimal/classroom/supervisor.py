@@ -1,9 +1,9 @@
-"""Supervisor: the judge's side of the ranks that run a submission. It starts them, times them, counts with the kernel
-what they hold and send, takes their results as data, and ends whatever they leave.
+"""Supervisor: the judge's side of the ranks that run a submission. It starts and times them, measures their memory and
+traffic through the kernel, reads their results as data, and ends all processes that they leave.
 
-Nothing here believes a rank. What it sends is data of limited size; what it holds and sends is read in /proc, where it
-cannot write; and its processes are looked for there until none is left. Its time is its own: while other programs have
-the processors, it does not count.
+Nothing here trusts a rank. It can send only data of limited size; its memory and traffic are read in /proc, where it
+cannot write; and its processes are searched there until none is left. Time while other programs have the processors
+does not count.
 """
 
 import json
@@ -28,18 +28,18 @@ from zero_minimal.classroom.messages import DIED_AT
 from zero_minimal.classroom.sandboxed_ranks import START, ForkServer, HostHandle, RankHandle
 from zero_minimal.processes.failures import GRACE, Failure, raise_first
 
-LOOK = 0.01  # seconds between two looks at the ranks' memory
-TICK = 0.2  # seconds between two looks at their time
-SLOWEST = 10  # times what a run may take, by the clock on the wall, until the machine is too busy to judge it
+LOOK = 0.01  # seconds between two readings of the ranks' memory
+TICK = 0.2  # seconds between two readings of their time
+SLOWEST = 10  # wall-clock time, as a multiple of a run's limit, at which the machine is too busy to judge
 BUSY = ("this machine is too busy to judge: other programs had its processors for most of {:.0f} s while ranks stood "
         "ready to run. No points are taken. End what else runs here, or grade later")
 
 
 class Supervisor:
-    """Runs functions on ranks that hold a submission. Close it: it has processes and a folder.
+    """Runs functions on ranks that have a submission. Close it: it has processes and a folder.
 
-    places, fork_server: what `stage` has made, and a fork server there, if they are ready (grader_server.py); else it
-        makes its own.
+    places, fork_server: the result of `stage`, and a fork server there, if they are ready (grader_server.py); by
+        default it makes its own.
     """
 
     def __init__(self, lesson: Lesson, submission: Path, places: dict | None = None,
@@ -47,17 +47,17 @@ class Supervisor:
         self.folder = None if places else tempfile.TemporaryDirectory(prefix="grading-")
         self.places = places or stage(lesson, submission, Path(self.folder.name))
         earlier = [int(name) for name in os.listdir(self.places["runs"]) if name.isdigit()]
-        self.fork_server, self.number = fork_server, max(earlier, default=0)  # a run's folder is new
+        self.fork_server, self.number = fork_server, max(earlier, default=0)  # each run gets a new folder
         self.accounts, self.left = [], 0
         self.spent = 0.0  # seconds of all runs so far, as Clock counts them
-        self.beat = lambda: None  # called every now and then while ranks run
+        self.beat = lambda: None  # called regularly while ranks run
         self.secrets, self.data_secrets = ({rank: secrets.randbelow(2**40) for rank in range(16)} for _ in range(2))
 
     def run(self, function, world_size: int, *args, timeout: float, fresh: bool = False, counted: bool = False) -> list:
         """function(*args) on each of world_size new ranks; their results, rank 0's first.
 
-        fresh: each rank from a fork server of its own, with another seed of Python's hashes; others share one.
-        counted: `accounts` are then what the kernel counted.
+        fresh: each rank has its own fork server, with another hash seed of Python; otherwise they share one.
+        counted: `accounts` then has what the kernel counted.
         timeout: seconds as Clock counts them.
         Raises: RankError and TimeoutError as `ranks.run`; ChildProcessError if a fork server was ended; Busy.
         """
@@ -83,7 +83,7 @@ class Supervisor:
                 fork_server.close()
 
     def _fork_servers(self, world_size: int, fresh: bool) -> list[ForkServer]:
-        """One for each rank."""
+        """A fork server for each rank."""
         if fresh:
             fork_servers = [ForkServer(self.places, hash_seed=rank + 1) for rank in range(world_size)]
         else:
@@ -102,12 +102,12 @@ class Supervisor:
             self.fork_server = None
 
     def close(self) -> None:
-        if self.folder:  # else they are another one's
+        if self.folder:  # otherwise they belong to the caller
             self.close_nursery()
             self.folder.cleanup()
 
     def _gather(self, handles: list[RankHandle], work: bytes, clock: Clock, timeout: float, counted: bool) -> list:
-        """One answer a rank, or the failure that came first."""
+        """One answer from each rank, or the failure that came first."""
         until, begun = timeout, set()
         answers, failures = {}, {}
         while len(answers) + len(failures) < len(handles):
@@ -140,9 +140,9 @@ class Supervisor:
     ) -> None:
         handle = handles[rank]
         try:
-            message = handle.line.recv_bytes(results.MOST)  # who sends but half of one is ended with this judge
-        except (EOFError, OSError):  # it died without a word
-            until = time.monotonic() + GRACE  # it may only have closed the line
+            message = handle.line.recv_bytes(results.MOST)  # half a message: ended with this judge
+        except (EOFError, OSError):  # it died without a message
+            until = time.monotonic() + GRACE  # it may only have closed its line
             while lives(handle.process) and time.monotonic() < until:
                 time.sleep(0.005)
             handle.signal(signal.SIGKILL)
@@ -187,7 +187,7 @@ def _decoded(rank: int, answer: bytes):
 
 
 def _where_they_stand(handles: list[RankHandle], late: list[int], timeout: float) -> str:
-    """Ask the ranks that are not done for their stacks."""
+    """Ask the unfinished ranks for their stacks."""
     for rank in late:
         for process in (handles[rank], *handles[rank].hosts):
             process.signal(signal.SIGCONT)
@@ -196,7 +196,7 @@ def _where_they_stand(handles: list[RankHandle], late: list[int], timeout: float
     patience = time.monotonic() + GRACE
     while stacks and time.monotonic() < patience:
         stacks -= set(select.select(list(stacks), [], [], GRACE)[0])
-    time.sleep(0.3)  # and the rest of it
+    time.sleep(0.3)  # for the rest of the stacks
     lines = [f"after {timeout:g} s rank {', '.join(map(str, late))} of {len(handles)} had not finished"]
     for rank in late:
         lines.append(f"\nrank {rank} stands here (innermost first):\n{handles[rank].stack()}")
@@ -206,7 +206,7 @@ def _where_they_stand(handles: list[RankHandle], late: list[int], timeout: float
 
 
 def _how_it_ended(host: HostHandle) -> str:
-    """Of one that was killed, or crashed."""
+    """How a host was killed or crashed."""
     if lives(host.process):
         return ""
     code = host.ended()

@@ -1,7 +1,7 @@
-"""Watch: grade again whenever the file is saved, only what is not right yet, and say what is wrong at once.
+"""Watch: whenever the file is saved, grade the steps that are not right yet, and report the first failure at once.
 
-After a save the steps that are not right run in their order, in each first what failed last. The first failure is told
-when it happens. Once all are right, those that were right in an earlier text run again: only then are full marks said.
+After a save, the steps that are not right run in order, and in each the tests that failed last run first. The first
+failure is reported at once. Once all are right, steps that were right in an earlier text run again, before full marks.
 """
 
 import itertools
@@ -23,12 +23,12 @@ from zero_minimal.programs import progress
 
 
 def watch(lesson: Lesson, file: Path, grades: Grades, hand_on: Callable[[list[Step]], None]) -> int:
-    """Until Ctrl-C; returns its exit code.
+    """Watch until Ctrl-C; returns its exit code.
 
     Args: hand_on(steps): called with the steps whose points in `grades` are new.
     Raises: RuntimeError if the tests themselves cannot run.
     """
-    signal.set_wakeup_fd(-1)  # all that follows waits in Python: nobody else need see to it that it ends
+    signal.set_wakeup_fd(-1)  # all later waits are in Python: no watchdog is needed to end them
     watching = Watch(lesson, file, grades, hand_on)
     try:
         for number in itertools.count():
@@ -40,14 +40,14 @@ def watch(lesson: Lesson, file: Path, grades: Grades, hand_on: Callable[[list[St
     except KeyboardInterrupt:
         progress.take_back()
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # so much time must be
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # let the cleanup finish
         watching.client.close()
     return interrupts.STOPPED
 
 
 class Watch:
-    """What is known of each step: `looked` is the digest of the text that its points are of, `told` what was said of it
-    last; `failed` are the tests to begin with, in this order. It has a process: close its `client`."""
+    """The state of each step: `looked` is the digest of the text that earned its points, `told` the last report on it;
+    `failed` are the tests to begin with, in this order. It has a process: close its `client`."""
 
     def __init__(self, lesson: Lesson, file: Path, grades: Grades, hand_on: Callable[[list[Step]], None]):
         self.grades, self.hand_on = grades, hand_on
@@ -55,7 +55,7 @@ class Watch:
         self.looked, self.told, self.failed = {}, {}, []
 
     def look_at(self, saved: Saved) -> None:
-        """Grade what is not right; when all is, what was right in another text."""
+        """Grade the steps that are not right; once all are right, those that were right in another text."""
         if saved.error:
             return say(saved.error)
         if wrong := [step for step in self.grades.steps if not self._is_right(step)]:
@@ -77,8 +77,8 @@ class Watch:
         return step in self.looked and self.grades.is_right(step)
 
     def _grade(self, saved: Saved, steps: list[Step]) -> bool:
-        """Grade these steps, and say what is new. Returns False if something else was saved meanwhile, or the machine
-        is too busy."""
+        """Grade these steps, and report what is new. Returns False if the file was saved meanwhile, or the machine is
+        too busy."""
         was_right, left, first, as_before = {*filter(self._is_right, steps)}, list(steps), None, []
         for step in steps:
             self.grades.forget(step)
@@ -112,7 +112,7 @@ class Watch:
         self.failed = [*reported.failed, *(test for test in self.failed if test not in reported.done)]
         if as_before:
             say(f"{numbered(as_before)} as before")
-        for step in left:  # half of a look is none
+        for step in left:  # a half-graded step counts as not graded
             self.grades.forget(step)
         self.grades.earlier = {step for step in self.grades.steps if self.looked.get(step) != saved.digest}
         if now := [step for step in self.grades.steps if step not in self.grades.earlier]:
@@ -120,9 +120,9 @@ class Watch:
         return not left
 
     def _tell(self, step: Step, first: tuple[Step, str] | None, was_right: bool) -> bool:
-        """All tests of a step have run: say what is new. Returns False if it is as wrong as before, which is not said.
+        """All tests of a step have run: report what is new. Returns False if it fails as before, which is not reported.
 
-        first: the failure that was told when it happened, and its step.
+        first: the failure that was reported when it happened, and its step.
         """
         points, message = self.grades.of(step)
         before, self.told[step] = self.told.get(step), (points, words(message))
@@ -140,7 +140,7 @@ class Watch:
 
 
 def words(message: str) -> str:
-    """Without numbers: they are others in each run."""
+    """A message without numbers, which change in each run."""
     return re.sub(r"\d+", "", message)
 
 
@@ -150,6 +150,6 @@ def say(words: str) -> None:
 
 
 def wait_for(words: str) -> None:
-    """What is under way, where the next words can take its place."""
+    """Show what is under way; the next message replaces it."""
     if sys.stderr.isatty():
         progress.announce(words)

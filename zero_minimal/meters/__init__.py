@@ -1,1 +1,1 @@
-"""What watches from outside: no lesson knows that it is watched."""
+"""Instruments that observe from outside: the lessons' code does not know that it is measured."""

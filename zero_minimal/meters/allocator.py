@@ -1,21 +1,21 @@
-"""Allocator: a model of CUDA's caching allocator, and what it does with the allocations of a real training step.
+"""Allocator: a model of CUDA's caching allocator, which replays the allocations of a real training step.
 
-    replay(ledger.trace, CachingAllocator(capacity))        # raises OutOfMemory, which says how much was free
+    replay(ledger.trace, CachingAllocator(capacity))        # may raise OutOfMemory, which says how much was free
 
-The trace is the memory ledger's: every storage that training took and gave back, in order. The model follows torch's
-CUDACachingAllocator with its default settings:
+The trace is the memory ledger's: every allocation and free of a storage in training, in order. The model follows
+torch's CUDACachingAllocator with its default settings:
 
     rounding    a request is rounded up to a multiple of 512 bytes
-    segments    are what the driver gives: 2 MiB, shared, for requests up to 1 MiB; 20 MiB, shared, for those below
-                10 MiB; for a larger one a segment of its own, rounded up to 2 MiB
-    best fit    a request takes the smallest free block that is large enough. What is more is split off: always from a
-                block of a 2 MiB segment, from others if it is more than 1 MiB
-    merging     a block that is freed merges with free neighbours in its segment
-    giving back when the driver has nothing left, segments in which nothing is used go back to it, and it is asked
-                again; then it is OutOfMemory
+    segments    come from the driver: shared ones of 2 MiB for requests up to 1 MiB; shared ones of 20 MiB for those
+                below 10 MiB; for each larger request its own, rounded up to a multiple of 2 MiB
+    best fit    a request takes the smallest free block that is large enough. The excess is split off: always in a 2 MiB
+                segment, in others if it is more than 1 MiB
+    merging     a freed block merges with free neighbours in its segment
+    giving back if the driver has no memory left, all unused segments are returned to it and it is asked again; if that
+                fails, OutOfMemory is raised
 
-Left out: streams, and options that torch has against fragmentation (max_split_size, expandable_segments). The driver
-itself fragments nothing: it maps pages, so that any free ones make a segment.
+Left out: streams, and torch's options against fragmentation (max_split_size, expandable_segments). The driver's memory
+does not fragment: it maps pages, so any free pages can form a segment.
 """
 
 import bisect
@@ -33,7 +33,7 @@ LARGE, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
 
 
 def rounded(bytes: int, unit: int = ROUND) -> int:
-    """Up to a multiple of `unit`."""
+    """`bytes` rounded up to a multiple of `unit`."""
     return -(-bytes // unit) * unit
 
 
@@ -42,12 +42,12 @@ def rounded(bytes: int, unit: int = ROUND) -> int:
 
 @dataclass(eq=False)
 class Segment:
-    """Memory from the driver: alive from the request number `begin` to `end` (None: still)."""
+    """Memory from the driver, held from request number `begin` to `end` (None: still held)."""
 
     address: int
     bytes: int
     begin: int
-    pool: Pool = field(repr=False)  # its blocks are of this one
+    pool: Pool = field(repr=False)  # the pool of its blocks
     end: int | None = None
 
 
@@ -68,21 +68,21 @@ class OutOfMemory(MemoryError):
 
     @property
     def is_for_want_of_a_block(self) -> bool:
-        """Whether no free block is large enough. Else there is one that requests of this size cannot use."""
+        """Whether no free block is large enough. If False, one is, but requests of this size cannot use it."""
         return self.largest_free < self.requested
 
     @property
     def free_share(self) -> float:
-        """What is free, as a share of the capacity."""
+        """The free share of the capacity."""
         return self.free / self.capacity
 
 
 class CachingAllocator:
     """Serves requests from `capacity` bytes as the module's docstring says.
 
-    allocated, reserved: bytes in used blocks, and in segments; peak_allocated, peak_reserved: the most there were.
-    requests: how many allocations and frees there were.
-    pool: what finds, splits and merges blocks: another class than Pool, if it does the same.
+    allocated, reserved: bytes in used blocks, and in segments; peak_allocated, peak_reserved: their maxima. requests:
+    the number of allocations and frees so far.
+    pool: the class that finds, splits and merges blocks: Pool, or one with the same interface.
     """
 
     def __init__(self, capacity: int, pool: type[Pool] = Pool):
@@ -90,12 +90,12 @@ class CachingAllocator:
             raise ValueError(f"an allocator needs a capacity of at least one byte, not {capacity}")
         self.capacity = capacity
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.requests = 0
-        self.segments: list[Segment] = []  # the living ones, by address
-        self.past_segments: list[Segment] = []  # given back
+        self.segments: list[Segment] = []  # held now, sorted by address
+        self.past_segments: list[Segment] = []  # returned to the driver
         self._small, self._large = pool(), pool(slack=SMALL)
 
     def allocate(self, bytes: int) -> Block:
-        """A block of at least so many bytes. Raises OutOfMemory, and ValueError for a request of nothing."""
+        """A block of at least `bytes` bytes. Raises OutOfMemory, and ValueError for a request of 0 bytes."""
         if bytes < 1:
             raise ValueError(f"a request is for at least one byte, not {bytes}")
         bytes = rounded(bytes)
@@ -110,9 +110,9 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back. Raises ValueError if it is free already."""
+        """Free a block. Raises ValueError if it is already free."""
         place = bisect.bisect_right(self.segments, block.address, key=lambda segment: segment.address)
-        size = block.size  # it may grow: what is free merges
+        size = block.size  # it may grow when free blocks merge
         self.segments[place - 1].pool.give(block)
         self.requests += 1
         self.allocated -= size
@@ -129,24 +129,24 @@ class CachingAllocator:
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest block there is or could be, if segments in which nothing is used were given back."""
+        """Bytes of the largest block that is free, or would be if all unused segments were returned."""
         idle = sum(segment.bytes for segment in self._idle())
         return max([*self.free_blocks, self.capacity - self.reserved + idle])
 
     def _idle(self) -> list[Segment]:
-        """Segments in which nothing is used."""
+        """Unused segments."""
         holes = set(self.holes)
         return [segment for segment in self.segments if (segment.address, segment.bytes) in holes]
 
     def _ask_driver(self, bytes: int, pool: Pool) -> None:
-        """For a segment that is large enough; the pool has it then."""
+        """Request a large enough segment from the driver, and add it to the pool."""
         size = SMALL_SEGMENT if bytes <= SMALL else LARGE_SEGMENT if bytes < LARGE else rounded(bytes, LARGE_ROUND)
         if self.reserved + size > self.capacity:
             self._give_back()
         if self.reserved + size > self.capacity:
             raise OutOfMemory(bytes, size, self)
         address = 0
-        for segment in self.segments:  # the lowest gap: only pictures look at addresses
+        for segment in self.segments:  # take the lowest gap: addresses matter only for pictures
             if segment.address - address >= size:
                 break
             address = segment.address + segment.bytes
@@ -157,7 +157,7 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _give_back(self) -> None:
-        """Segments in which nothing is used go back to the driver."""
+        """Return unused segments to the driver."""
         for segment in self._idle():
             segment.pool.remove(segment.address, segment.bytes)
             segment.end = self.requests
@@ -170,7 +170,7 @@ class CachingAllocator:
 
 
 class Row(NamedTuple):
-    """A life in memory: from the event number `begin` up to `end`, at `address`. `category` as in the ledger."""
+    """One block's lifetime, from event number `begin` up to `end`, at `address`. `category` as in the ledger."""
 
     begin: int
     end: int
@@ -180,9 +180,9 @@ class Row(NamedTuple):
 
 
 def replay(trace: list[Event], allocator: CachingAllocator) -> CachingAllocator:
-    """Let the allocator serve a ledger's trace; return it. Raises OutOfMemory where the training would have.
+    """Let the allocator serve a ledger's trace; return the allocator. Raises OutOfMemory where training would have.
 
-    What was freed in the trace, but allocated before it began, is left out.
+    Storages that were allocated before the trace began are left out.
     """
     for _ in _play(trace, allocator):
         pass
@@ -198,14 +198,14 @@ def _play(trace, allocator):
         else:
             block = blocks.pop(storage, None)
             if block is not None:
-                yield index, storage, block  # before it merges with its neighbours
+                yield index, storage, block  # before the block merges with its neighbours
                 allocator.free(block)
             continue
         yield index, storage, block
 
 
 def memory_map(trace: list[Event], allocator: CachingAllocator) -> tuple[list[Row], OutOfMemory | None]:
-    """Replay as `replay` does; return who lay where, by begin, and the OutOfMemory at which it ended, if it did."""
+    """Replay as `replay` does; return each block's Row, sorted by begin, and the OutOfMemory that ended it, or None."""
     rows, begun, failure, last = [], {}, None, 0
     try:
         for last, storage, block in _play(trace, allocator):
@@ -221,10 +221,10 @@ def memory_map(trace: list[Event], allocator: CachingAllocator) -> tuple[list[Ro
 
 
 class Finding(NamedTuple):
-    """What two traces need, and a capacity that one gets through with and the other does not.
+    """The capacities that two traces need, and one at which one trace succeeds and the other fails.
 
-    smallest_without, smallest_with: the least capacities that either trace gets through with.
-    capacity, failure: that capacity, and how the one fails there. None: there is no such capacity.
+    smallest_without, smallest_with: the smallest capacity at which each trace succeeds.
+    capacity, failure: that capacity, and the failure there. None: there is no such capacity.
     """
 
     smallest_without: int
@@ -234,11 +234,11 @@ class Finding(NamedTuple):
 
 
 def find_capacity(without: list[Event], with_slabs: list[Event], unit: int = 2 * MIB, tries: int = 48) -> Finding:
-    """A capacity at which `without` runs out of memory while `with_slabs` goes through, and holes are the reason.
+    """Find a capacity at which `without` runs out of memory because of holes, while `with_slabs` succeeds.
 
-    Tries multiples of `unit`, about `tries` of them. The clearest is taken: what is free would do in all, and the
-    largest free block is smallest beside what is asked for. A request may also fail with a block that would do, because
-    the allocator does not mix small and large ones; that counts only if nothing else is found.
+    Tries about `tries` multiples of `unit`. It takes the clearest: enough is free in total, and the largest free block
+    is smallest compared with the request. A request may also fail although a block is large enough, because the
+    allocator does not mix small and large requests; such a failure counts only if there is no other.
     """
     smallest_without, smallest_with = smallest_capacity(without, unit), smallest_capacity(with_slabs, unit)
     step = max(1, (smallest_without - smallest_with) // unit // tries) * unit
@@ -254,9 +254,9 @@ def _clearness(failure: OutOfMemory) -> tuple:
 
 
 def smallest_capacity(trace: list[Event], unit: int = 2 * MIB, pool: type[Pool] = Pool) -> int:
-    """A multiple of `unit` that is enough for the trace, while one `unit` less is not."""
+    """A multiple of `unit` that suffices for the trace, while one `unit` less does not."""
     generous = replay(trace, CachingAllocator(2**62, pool))
-    low, high = generous.peak_allocated // unit, rounded(generous.peak_reserved, unit) // unit  # fails?, goes through
+    low, high = generous.peak_allocated // unit, rounded(generous.peak_reserved, unit) // unit  # may fail, succeeds
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fails(trace, middle * unit, pool) else (low, middle)

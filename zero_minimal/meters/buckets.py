@@ -1,10 +1,10 @@
-"""Buckets: what lies in memory for the gradients of each bucket, while one backward pass fills one after the other.
+"""Buckets: the memory that each bucket's gradients take while one backward pass fills bucket after bucket.
 
     with Lanes(zero) as lanes:
         loss.backward()
-    lanes.record["shard"][0]       # of the first bucket: before the first gradient, after each one, after the pass
+    lanes.record["shard"][0]       # first bucket: before the first gradient, after each one, after the pass
 
-The clock is the gradients that come, not time: so any machine sees the same.
+The clock counts gradients, not time: so every machine records the same.
 """
 
 from zero_minimal.core import work
@@ -13,10 +13,10 @@ from zero_minimal.guards.grad_placeholder import has_gradient
 from zero_minimal.meters.events import Events
 
 KINDS = (
-    "coming",  # gradients that this rank has computed, not yet on their way
-    "sent",  # the same while they are reduced: other ranks read them
-    "shard",  # this rank's shard of the mean, from the moment that it has memory of its own
-    "idle",  # memory that is kept, and holds nothing that anybody will read
+    "coming",  # gradients that this rank has computed, not yet sent
+    "sent",  # the same while they are reduced, when other ranks read them
+    "shard",  # this rank's shard of the mean, once it has its own memory
+    "idle",  # memory that is kept although nothing in it will be read
 )
 
 
@@ -24,7 +24,7 @@ class Lanes(Events):
     """Watches one backward pass of a stage (1 or 2) on this rank.
 
     record: bytes, {kind of KINDS: [bucket, in the order in which they are reduced][moment]}; the moments are before the
-    first gradient, after each one, and after the pass. And {"padded": [bucket]}: a whole one.
+    first gradient, after each one, and after the pass. And {"padded": [bucket]}, a whole bucket's bytes.
     """
 
     def __init__(self, zero):
@@ -32,12 +32,12 @@ class Lanes(Events):
         self.zero, self.buckets = zero, list(zero.reducer.buckets)
         self.record: dict = {kind: [[] for _ in self.buckets] for kind in KINDS}
         self.record["padded"] = [bucket.parameters.nbytes for bucket in self.buckets]
-        self._started = self._ended = 0  # reduce-scatters: they come in the order of the buckets
+        self._started = self._ended = 0  # reduce-scatters, which run in the order of the buckets
 
     def __enter__(self):
         super().__enter__()
         for param in {param for bucket in self.buckets for param in bucket.params}:
-            # the stage's own hooks are older, so that this one sees what they have done
+            # the stage's hooks were registered first, so this one sees their effect
             self._undo.callback(param.register_post_accumulate_grad_hook(lambda _: self._look()).remove)
         self._look()
         return self
@@ -57,9 +57,9 @@ class Lanes(Events):
                 self.record[kind][number].append(count)
 
     def _held(self, number: int, bucket) -> tuple[int, int, int, int]:
-        """Bytes of each kind now. `number`: the bucket's place in the order."""
+        """Bytes of each kind now. `number`: the bucket's position in the order."""
         own = sum(piece(bucket, param) for param in bucket.params if has_gradient(param))
-        if bucket.gradients is not None:  # stage 1: one memory for all of it, from the start
+        if bucket.gradients is not None:  # stage 1: one tensor for the whole bucket, from the start
             sent = own if self._ended <= number < self._started else 0
             shard = bucket.gradient_shard.nbytes if number < self._ended else 0
             coming = own if self._started <= number else 0
@@ -71,7 +71,7 @@ class Lanes(Events):
 
 
 def place(bucket, param) -> tuple[int, int]:
-    """Where that part of a parameter that belongs to this bucket begins and ends, in the flat vector."""
+    """Where this bucket's part of a parameter begins and ends in the flat vector."""
     offset = bucket.flat.offsets[param]
     return max(offset, bucket.start), min(offset + param.numel(), bucket.start + bucket.padded)
 

@@ -1,11 +1,11 @@
-"""Deliveries: what every message of a ring algorithm carried. So an algorithm can be drawn however it is written.
+"""Deliveries: what every message of a ring algorithm carried. So any implementation can be drawn.
 
     seen = deliveries.watch(mine, "reduce_scatter")     on each rank; `mine` is a module
     story = deliveries.told(world["seen"])              who held what, step by step: pictures/ring_chart.py draws it
 
-messages.py looks into the tensor that an algorithm works in; a learner's may work in several, or in copies. This looks
-at the numbers alone. They are marked: chunk c of rank r begins as (2c+1)·16^r. So the digits of any sum, to the base
-16, say whose parts are in it, and of which chunk. (fp32 holds such sums of up to 6 ranks exactly.)
+message_trace.py reads the tensor that an algorithm works in; a learner's may use several, or copies. This reads only
+the numbers, which are marked: chunk c of rank r starts as (2c+1)·16^r. So the base-16 digits of any sum tell which
+ranks' parts are in it, and of which chunk. (fp32 holds such sums of up to 6 ranks exactly.)
 """
 
 from typing import NamedTuple
@@ -20,26 +20,26 @@ from zero_minimal.meters.traffic import OPERATORS
 
 BASE = 16
 SIZE = 2  # elements of a chunk
-CHUNKS = 4  # of a broadcast
+CHUNKS = 4  # chunks of a broadcast
 ALGORITHMS = ("reduce_scatter", "all_gather", "broadcast")
 UNKNOWN = object()
-MOST_MESSAGES = 100  # of a rank, that are noted
+MOST_MESSAGES = 100  # messages recorded per rank
 
-Parts = tuple[int, ...] | None  # the ranks whose parts are in a chunk, one twice if it was added twice; None: no sum
+Parts = tuple[int, ...] | None  # ranks whose parts are in a chunk, twice if added twice; None: not a sum
 
 
 # ------------------------------------------------------------------------------------------------------- on the ranks
 
 
 def marked(rank: int, chunks: int) -> Tensor:
-    """A rank's own [SIZE · chunks]."""
+    """A rank's marked tensor [SIZE · chunks]."""
     return torch.tensor([float((2 * chunk + 1) * BASE**rank) for chunk in range(chunks) for _ in range(SIZE)])
 
 
 class Deliveries(TorchDispatchMode):
-    """Notes what this rank sends, through whichever function of torch.distributed.
+    """Records what this rank sends, through any function of torch.distributed.
 
-    sent: (receiver, numbers) of each message, in order. collectives: names of torch's own that were called.
+    sent: (receiver, numbers) of each message, in order. collectives: names of torch's collectives that were called.
     """
 
     def __init__(self):
@@ -49,7 +49,7 @@ class Deliveries(TorchDispatchMode):
 
     def __enter__(self):
         self._deterministic = torch.are_deterministic_algorithms_enabled()
-        fill_new_memory_with_nan(True)  # so that what nobody wrote is not taken for somebody's part
+        fill_new_memory_with_nan(True)  # so that unwritten memory is not mistaken for a rank's part
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -67,8 +67,8 @@ class Deliveries(TorchDispatchMode):
 
 
 def watch(module, name: str) -> dict:
-    """Run module.reduce_scatter, .all_gather or .broadcast on marked numbers, and tell what may leave this rank, for
-    `told`. The root of the broadcast is rank 1."""
+    """Run module.reduce_scatter, .all_gather or .broadcast on marked numbers, and return this rank's record for `told`.
+    The root of the broadcast is rank 1."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     root, own = 1 % world_size, marked(rank, world_size)
     tensor, chunks, options = {
@@ -89,8 +89,8 @@ def watch(module, name: str) -> dict:
 
 
 class Story(NamedTuple):
-    """Who held what: states [step][rank][chunk], Parts; sends [step][rank], (receiver, chunks) of what is sent then, or
-    None; the names of torch's own collectives that were called."""
+    """Who held what: states [step][rank][chunk], Parts; sends [step][rank], (receiver, chunks) of the message sent
+    then, or None; names of torch's collectives that were called."""
 
     states: list
     sends: list
@@ -98,8 +98,8 @@ class Story(NamedTuple):
 
 
 def read(number: float, world_size: int) -> tuple[int | None, Parts]:
-    """What a number is: (chunk, parts). (None, ()): memory that nobody has written. (None, None): no sum of one chunk's
-    parts, such as a mean, or a sum of different chunks."""
+    """Decode a number: (chunk, parts). (None, ()): unwritten memory. (None, None): not a sum of one chunk's parts, but
+    for example a mean, or a sum of different chunks."""
     if number != number:
         return None, ()
     if not 0 < number < BASE**world_size or number != int(number):
@@ -115,9 +115,9 @@ def read(number: float, world_size: int) -> tuple[int | None, Parts]:
 def told(records: list[dict]) -> Story:
     """The story of an algorithm, from what `watch` returned on each rank.
 
-    In a step a rank sends one message, in the order in which it did so, and none before its parts can have come. So the
-    story does not depend on how fast the ranks were. What a rank holds is known from what it sends next, and in the end
-    from the result.
+    In each step a rank sends one message, in its original order, and none before the message's parts can have arrived.
+    So the story does not depend on the ranks' speed. What a rank holds is inferred from what it sends next, and at the
+    end from the result.
     """
     world_size, chunks = len(records), records[0]["chunks"]
     starts = [_placed(record["start"], rank, world_size) for rank, record in enumerate(records)]
@@ -137,7 +137,7 @@ def _digits(number: float, world_size: int) -> list[int]:
 
 
 def _content(numbers: list[float], rank: int, world_size: int) -> dict[int, Parts]:
-    """What a message of this rank carries, by chunk. A sum that is none counts to the chunk of the rank's own part."""
+    """What a message of this rank carries, by chunk. A number that is not a sum counts as the rank's own chunk."""
     content = {}
     for number in numbers:
         chunk, parts = read(number, world_size)
@@ -150,8 +150,8 @@ def _content(numbers: list[float], rank: int, world_size: int) -> dict[int, Part
 
 
 def _placed(numbers: list[float], rank: int, world_size: int) -> dict[int, Parts]:
-    """What a rank holds in a tensor, by chunk. One chunk alone says itself which one it is, else it is the rank's own;
-    of several, each is where it stands."""
+    """What a rank holds in a tensor, by chunk. A single chunk is identified by its numbers, or else is the rank's own;
+    several chunks are identified by their positions."""
     pairs = [numbers[at : at + SIZE] for at in range(0, len(numbers), SIZE)]
     found = [[read(number, world_size) for number in pair] for pair in pairs]
     parts = [pair[0][1] if pair[0] == pair[-1] else pair[0][1] or pair[-1][1] for pair in found]
@@ -162,7 +162,7 @@ def _placed(numbers: list[float], rank: int, world_size: int) -> dict[int, Parts
 
 
 def _in_steps(starts: list[dict], queues: list[list]) -> list[list]:
-    """[step][rank]: (receiver, content), or None where the rank sends nothing then."""
+    """[step][rank]: (receiver, content), or None if the rank sends nothing in that step."""
     known = [{chunk: set(parts or ()) for chunk, parts in start.items()} for start in starts]
 
     def can_send(rank: int) -> bool:
@@ -171,7 +171,7 @@ def _in_steps(starts: list[dict], queues: list[list]) -> list[list]:
     steps = []
     while any(queues):
         waiting = [rank for rank, queue in enumerate(queues) if queue]
-        able = [rank for rank in waiting if can_send(rank)] or waiting  # what nobody explains is sent all the same
+        able = [rank for rank in waiting if can_send(rank)] or waiting  # parts of unknown origin are sent anyway
         step = [queues[rank].pop(0) if rank in able else None for rank in range(len(queues))]
         for receiver, content in filter(None, step):
             for chunk, parts in content.items():
@@ -181,14 +181,14 @@ def _in_steps(starts: list[dict], queues: list[list]) -> list[list]:
 
 
 def _history(start: Parts, end, rank: int, chunk: int, steps: list[list]) -> list[Parts]:
-    """What a rank holds of a chunk: before each step, and in the end."""
+    """What a rank holds of a chunk before each step, and at the end."""
     came = [[sent[1][chunk] for sent in step if sent and sent[0] == rank and chunk in sent[1]] for step in steps]
     held = [end]
-    for step, arrived in zip(reversed(steps), reversed(came), strict=True):  # from the end back
+    for step, arrived in zip(reversed(steps), reversed(came), strict=True):  # backwards from the end
         own = step[rank]
         held.append(own[1][chunk] if own and chunk in own[1] else UNKNOWN if arrived else held[-1])
     held = [start, *held[-2::-1]]
     for number, arrived in enumerate(came, 1):
-        if held[number] is UNKNOWN:  # it never shows again: what came stays, or what was there
+        if held[number] is UNKNOWN:  # never seen again: keep what arrived, or what was there before
             held[number] = arrived[-1] if arrived and held[number - 1] == () else held[number - 1]
     return held

@@ -1,8 +1,8 @@
-"""Device trace: what a GPU did when, from torch's profiler, and how much of one kind of work ran beside another.
+"""Device trace: what a GPU did at which time, from torch's profiler, and how much two kinds of work overlapped.
 
     with recorded() as recording:
         ...                                    # a step or two
-    work = recording.work(path)                # path: keep the trace there, for Perfetto (https://ui.perfetto.dev)
+    work = recording.work(path)                # path: where to save the trace, for Perfetto (https://ui.perfetto.dev)
     hidden(copies(work), computation(work))    # the share of the copies' time in which the GPU also computed
 """
 
@@ -22,7 +22,7 @@ KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Work(NamedTuple):
-    """One kernel or copy: seconds of the profiler's clock, and the stream that it ran on."""
+    """One kernel or copy: its times in seconds of the profiler's clock, and its stream."""
 
     kind: str
     name: str
@@ -32,13 +32,13 @@ class Work(NamedTuple):
 
 
 class Recording:
-    """A profile that was taken."""
+    """A finished profile."""
 
     def __init__(self, profiler: profile):
         self.profiler = profiler
 
     def work(self, path: str | Path | None = None) -> list[Work]:
-        """What the GPU did, by start. `path`: where the whole trace is kept; it ends with .json."""
+        """What the GPU did, sorted by start. `path`: where the whole trace is saved; it ends with .json."""
         with tempfile.TemporaryDirectory() as folder:
             kept = Path(path) if path else Path(folder) / "trace.json"
             self.profiler.export_chrome_trace(str(kept))
@@ -47,7 +47,7 @@ class Recording:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Recording]:
-    """Context whose work is recorded, on the GPU as well where there is one."""
+    """A context whose work is recorded, also on the GPU if there is one."""
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=kinds) as profiler:
         yield Recording(profiler)
@@ -56,7 +56,7 @@ def recorded() -> Iterator[Recording]:
 
 
 def work_of(trace: dict) -> list[Work]:
-    """What the GPU did, of a trace in Chrome's format (times in microseconds)."""
+    """What the GPU did, from a trace in Chrome's format (times in microseconds)."""
     events = (event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in KINDS)
     return sorted(
         (Work(event["cat"], event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6,
@@ -66,7 +66,7 @@ def work_of(trace: dict) -> list[Work]:
 
 
 def messages(work: Iterable[Work]) -> list[Work]:
-    """NCCL's."""
+    """NCCL's kernels."""
     return [one for one in work if one.kind == "kernel" and one.name.startswith("nccl")]
 
 
@@ -76,17 +76,17 @@ def computation(work: Iterable[Work]) -> list[Work]:
 
 
 def copies(work: Iterable[Work], way: str = "") -> list[Work]:
-    """Between GPU and host, through pinned memory; way: "DtoH" or "HtoD"."""
+    """Copies between GPU and pinned host memory; way: "DtoH" or "HtoD"."""
     return [one for one in work if one.kind == "gpu_memcpy" and "Pinned" in one.name and way in one.name]
 
 
 def seconds(work: Iterable[Work]) -> float:
-    """In which any of it ran."""
+    """Seconds in which any of this work ran."""
     return sum(end - start for start, end in merged((one.start, one.end) for one in work))
 
 
 def hidden(some: Iterable[Work], others: Iterable[Work]) -> float | None:
-    """The share of the seconds of `some` in which one of the others ran, too. None where there was nothing."""
+    """The share of the seconds of `some` in which any of `others` also ran. None if `some` is empty."""
     first, second = (merged((one.start, one.end) for one in work) for work in (some, others))
     total = sum(end - start for start, end in first)
     both, place = 0.0, 0

@@ -1,11 +1,11 @@
-"""Double buffer trace: two constant buffers as they are filled, travel and are unpacked, in order.
+"""Double buffer trace: when two constant buffers are filled, sent and unpacked, in order.
 
     with Trays(buffers) as trays:
-        all_reduce(tensors, trays)         # trays stand for the buffers
+        all_reduce(tensors, trays)         # trays replace the buffers
     trays.record["events"]
 
-The clock is what the rank does, not time: so any machine sees the same. Which part of which tensor a load holds is read
-off the buffer when its collective begins. So `tensors` must hold numbers that tell them apart: numbered() makes such.
+The clock counts the rank's actions, not time: so every machine records the same. When a load's collective begins, its
+buffer shows which part of which tensor it holds. So `tensors` must hold distinct numbers: numbered() makes them.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,24 +17,24 @@ from torch import Tensor
 from zero_minimal.core import seams, work
 
 EVENTS = (
-    "fill",  # the buffer was taken, and will be sent next
+    "fill",  # the buffer was taken, to be sent next
     "send",  # its collective has begun
     "wait",  # the rank waits for it
-    "unpack",  # it is back, and its result is read
-    "free",  # that is done
+    "unpack",  # the collective is done, and its result is read
+    "free",  # the result has been read
 )
 
 
 def numbered(sizes: Sequence[int]) -> list[Tensor]:
-    """Tensors of so many elements, of which number k holds k and nothing else, on every rank: so does their mean."""
+    """Tensors of these sizes; every element of tensor k is k on every rank, and so is their mean."""
     return [torch.full((size,), float(number)) for number, size in enumerate(sizes, 1)]
 
 
 class Trays:
-    """Stands for two constant buffers on this rank, and watches them while it is open.
+    """Replaces two constant buffers on this rank, and watches them while it is open.
 
     record: {"elements": of a buffer, "ranks": how many share it, "events": [one of EVENTS, number of the buffer or None
-    for one that is none of the two, number of the load from 0], "loads": [load][piece] of [number in it, how often]}.
+    for any other buffer, number of the load from 0], "loads": [load][piece] of [number in it, how often]}.
     """
 
     def __init__(self, buffers):
@@ -53,7 +53,7 @@ class Trays:
 
     def __exit__(self, *error):
         self._listening.__exit__(*error)
-        for pending in self._pending:  # what nobody has waited for would meet later messages
+        for pending in self._pending:  # unfinished collectives would mix with later messages
             pending.wait()
 
     def take(self) -> Tensor:
@@ -82,7 +82,7 @@ class Trays:
         self.record["events"].append([kind, place, load])
 
     def _number(self, tensor: Tensor) -> int | None:
-        """Of the buffer in which it begins."""
+        """The number of the buffer in which a tensor begins."""
         return next((number for number, buffer in enumerate(self._watched.buffers)
                      if 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.nbytes), None)
 

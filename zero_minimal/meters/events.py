@@ -1,13 +1,13 @@
-"""Events: what comes on this rank, in order: gradients, and collectives that start, are waited for and end.
+"""Events: what happens on this rank, in order: gradients are computed, and collectives start, are waited for and end.
 
     with Events(model) as seen:
         with seen.span("backward"):
             loss.backward()
     seen.events            [Event("gradient", 0, …), Event("start", 0, …), Event("gradient", 1, …), …]
-    overlapped(seen.events), collectives(seen.events), by_phase(seen.events)          what they tell
+    overlapped(seen.events), collectives(seen.events), by_phase(seen.events)          what they show
 
-Collectives are those of the course's own stages. Their order is the same on any machine, as long as ranks wait for each
-other; the seconds are not. Who looks at something at each of them inherits from Events: Lanes, Written, Conveyor.
+Only collectives of the course's stages are recorded. Their order, but not the seconds, is the same on any machine if
+ranks wait for each other. Classes that look at something at each event inherit from Events: Lanes, Written, Conveyor.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ PHASES = ("forward", "backward", "update")
 
 
 class Event(NamedTuple):
-    """A "gradient" that comes, or a collective's "start", "wait" or "end"."""
+    """A computed "gradient", or a collective's "start", "wait" or "end"."""
 
     kind: str
-    number: int  # of the gradient, or of the collective, from 0 in the order in which they come or start
+    number: int  # of the gradient or the collective, from 0, in the order of their first events
     bytes: int  # of the gradient; of the collective's payload
-    seconds: float  # since the watching began
+    seconds: float  # since recording began
     name: str = ""  # of the collective
     phase: str = ""  # one of PHASES, where modules are watched
 
 
 class Span(NamedTuple):
-    """A part of what the rank does itself, in seconds since the watching began."""
+    """A part of the rank's own work, in seconds since recording began."""
 
     name: str
     start: float
@@ -47,8 +47,8 @@ class Span(NamedTuple):
 class Collective(NamedTuple):
     """One collective: started, waited for from `wait` on, done at `end` (seconds); `bytes` is its payload.
 
-    It is under way from its start to the end of its wait(). In wait() the rank itself stands still, or sums what has
-    arrived; before that it computes, and the messages travel meanwhile. That is the overlap.
+    It is under way from its start to the end of its wait(). In wait() the rank itself stops, or sums what has arrived;
+    before that the rank computes while the messages travel. That is the overlap.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Collective(NamedTuple):
 
 
 class Events:
-    """Watches this rank while it is open: gradients of a model, if one is given; modules, if it is told to.
+    """Watches this rank while it is open: the gradients of `model`, if given; modules, if `modules` is True.
 
-    events: a list of Events. computing: the Spans that span() named. ran: classes of modules whose forward ran.
+    events: a list of Events. computing: the Spans that span() named. ran: the classes of modules whose forward ran.
     """
 
     def __init__(self, model: nn.Module | None = None, modules: bool = False):
@@ -71,7 +71,7 @@ class Events:
         self.computing: list[Span] = []
         self._under_way: dict[work.Call, int] = {}
         self._calls, self._gradients = itertools.count(), itertools.count()
-        self._forwards = 0  # how many modules' forward is running, one in another
+        self._forwards = 0  # how many nested modules' forwards are running
 
     def __enter__(self):
         with contextlib.ExitStack() as undo:
@@ -82,7 +82,7 @@ class Events:
                 undo.enter_context(register_module_forward_pre_hook(self._enters))
                 undo.enter_context(register_module_forward_hook(self._returns, always_call=True))
             self._undo = undo.pop_all()
-        self.began = time.perf_counter()  # all seconds count from here. May be set: to a moment that ranks share
+        self.began = time.perf_counter()  # seconds count from here. May be set to a moment that ranks share
         return self
 
     def __exit__(self, *error):
@@ -90,21 +90,21 @@ class Events:
 
     @contextlib.contextmanager
     def step(self):
-        """As an observer of the training loop: around a step, which is then all that it has seen."""
+        """As an observer of the training loop: a context around a step, whose events replace all earlier ones."""
         self.events.clear()
         with self:
             yield
 
     @contextlib.contextmanager
     def span(self, name: str):
-        """Around a part of the step, to name it."""
+        """A context around a part of the step, to name it."""
         start = time.perf_counter() - self.began
         yield
         self.computing.append(Span(name, start, time.perf_counter() - self.began))
 
     @property
     def collectives(self) -> list[Collective]:
-        """Those that have ended."""
+        """The collectives that have ended."""
         return collectives(self.events)
 
     def hear(self, moment: str, call: work.Call) -> None:
@@ -126,7 +126,7 @@ class Events:
 
     def _note(self, kind: str, number: int, bytes: int, name: str = "") -> None:
         phase = "forward" if self._forwards else "update"
-        if torch._C._current_graph_task_id() != -1:  # the autograd engine is at work, in this thread
+        if torch._C._current_graph_task_id() != -1:  # the autograd engine is running in this thread
             phase = "backward"
         self.events.append(Event(kind, number, bytes, time.perf_counter() - self.began, name, phase))
 
@@ -135,7 +135,7 @@ class Events:
 
 
 def overlapped(events: Iterable[Event]) -> tuple[int, int]:
-    """How many gradients came while a collective was under way (started, and not yet waited for), and how many came."""
+    """How many gradients were computed while a collective was under way (started, not yet waited for), and in all."""
     under_way, meanwhile, count = set(), 0, 0
     for event in events:
         if event.kind == "start":
@@ -149,7 +149,7 @@ def overlapped(events: Iterable[Event]) -> tuple[int, int]:
 
 
 def collectives(events: Iterable[Event]) -> list[Collective]:
-    """Those that have ended, in that order."""
+    """The collectives that have ended, in that order."""
     ended, times = [], {}
     for event in events:
         if event.kind in ("start", "wait"):
@@ -160,19 +160,19 @@ def collectives(events: Iterable[Event]) -> list[Collective]:
 
 
 def waited(events: Iterable[Event]) -> float:
-    """Seconds in which the rank stood in wait()."""
+    """Seconds that the rank spent in wait()."""
     return sum(each.end - each.wait for each in collectives(events))
 
 
 def overlap(ended: list[Collective]) -> float:
-    """The share of the time with a collective under way in which the rank did not stand in a wait()."""
+    """The share of the time with a collective under way that the rank did not spend in wait()."""
     under_way, waiting = (sum(end - start for start, end in merged(spans)) for spans in (
         [(each.start, each.end) for each in ended], [(each.wait, each.end) for each in ended]))
     return (under_way - waiting) / under_way if under_way else 0.0
 
 
 def by_phase(events: Iterable[Event]) -> dict[str, dict[str, int]]:
-    """In which of PHASES collectives begin, and what they carry: {phase: {name: bytes}}."""
+    """Bytes of the collectives that begin in each of PHASES: {phase: {name: bytes}}."""
     carried = {phase: {} for phase in PHASES}
     for event in events:
         if event.kind == "start":
@@ -181,7 +181,7 @@ def by_phase(events: Iterable[Event]) -> dict[str, dict[str, int]]:
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans of time, in order, that do not touch."""
+    """The union of these spans of time: disjoint spans, in order."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

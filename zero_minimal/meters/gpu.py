@@ -1,7 +1,7 @@
-"""GPU: what torch says of a GPU's memory and time, and stand-ins that say it of a CPU.
+"""GPU: torch's figures for a GPU's memory and time, and a stand-in for a CPU.
 
-A measurement asks `of(device)` and never torch.cuda, so that its own code runs where there is no GPU. What the
-stand-in says of memory is what torch's own ledger of a process would be: nothing; its clock is the CPU's.
+A measurement calls `of(device)` and never torch.cuda, so that its own code also runs without a GPU. The stand-in
+reports no memory, and its clock is the CPU's.
 """
 
 import time
@@ -15,17 +15,17 @@ class Cuda:
     is_there = True
 
     def synchronize(self) -> None:
-        """Wait until the GPU has done all that it was given."""
+        """Wait until the GPU has done all its work."""
         torch.cuda.synchronize()
 
     def now(self) -> torch.cuda.Event:
-        """A moment of the current stream."""
+        """A moment in the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, start, end) -> float:
-        """From one moment to another; both must have come."""
+        """Seconds between two moments, which both must have passed."""
         return start.elapsed_time(end) / 1000
 
     def allocated(self) -> int:
@@ -33,18 +33,18 @@ class Cuda:
         return torch.cuda.memory_allocated()
 
     def highest(self) -> int:
-        """The most of them since forget()."""
+        """The peak of allocated() since forget()."""
         return torch.cuda.max_memory_allocated()
 
     def forget(self) -> None:
-        """Give back what is free, and begin the peaks anew."""
+        """Return free memory to the driver, and reset the peaks."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
     def stats(self) -> dict[str, int]:
-        """Of the allocator, since forget(): bytes held at the peak, in use at the peak, and the most that lay in
-        pieces beside used ones; how often it had to give all back and ask again."""
+        """The allocator since forget(): peak bytes reserved, allocated, and free in partly used segments; how often it
+        had to return all free memory and ask the driver again."""
         stats = torch.cuda.memory_stats()
         return {
             "reserved": stats.get("reserved_bytes.all.peak", 0),
@@ -81,12 +81,12 @@ class StandIn:
 
 
 def of(device: torch.device) -> Cuda | StandIn:
-    """What speaks for this device."""
+    """The Cuda or StandIn for this device."""
     return Cuda() if device.type == "cuda" else StandIn()
 
 
 def warm_up(device: torch.device) -> None:
-    """Let cuBLAS take its workspaces now, for forward and for backward's thread: no tensor's memory, and tens of MB."""
+    """Make cuBLAS allocate its workspaces now, in forward's and backward's threads: tens of MB outside any tensor."""
     for dtype in (torch.float32, torch.bfloat16):
         layer = torch.nn.Linear(256, 256, device=device, dtype=dtype)
         layer(torch.ones(256, 256, device=device, dtype=dtype)).sum().backward()

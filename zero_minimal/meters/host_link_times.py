@@ -1,4 +1,4 @@
-"""Host link times: when each tensor crosses a rank's bus, and what its process has resident (offload.py)."""
+"""Host link times: when each tensor crosses a rank's bus, and the process's resident memory (offload.py)."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ from zero_minimal.offloading.offloaded_state import resident_bytes
 
 
 class Crossings:
-    """Each tensor that crosses a rank's bus while this is open, in seconds since then.
+    """Records each tensor that crosses a rank's bus while this is open; seconds count from its opening.
 
         with Crossings(zero.host.bus) as crossings, Events() as seen:
             ...
@@ -37,8 +37,8 @@ class Crossings:
 
 
 def settled_bytes() -> int | None:
-    """resident_bytes() of this process when what it has freed has gone back to the system, where the system can."""
+    """resident_bytes() of this process after freed memory is returned to the system, if the system can do that."""
     gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # not every libc has it
+    with contextlib.suppress(AttributeError, OSError):  # not every libc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
     return resident_bytes()

@@ -1,9 +1,9 @@
-"""Latency: what a message costs before its first byte, and what each byte adds.
+"""Latency: the time that a message costs before its first byte, and the time that each byte adds.
 
     seconds of a message = α + β · bytes
 
-α is the latency: to wake the other rank, to pass the system, to find out where to put what comes. β is one over the
-bandwidth. At n½ = α/β bytes both cost the same: a smaller message pays for being a message, a larger one for its bytes.
+α is the latency: the other rank wakes, the operating system is passed, the place for the data is found. β is one over
+the bandwidth. At n½ = α/β bytes both terms are equal: latency dominates smaller messages, bandwidth larger ones.
 
     points = ranks.run(latency.measure, 2)[0]        in a notebook's rank: points = latency.measure()
     cost = latency.fit(points)
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 SIZES = tuple(8 * 4**power for power in range(11))  # bytes: 8, 32, 128, … 8 MiB
-THROWS = 3  # in a row: the first one finds the caches full of what was there before
+THROWS = 3  # round trips in a row: the caches are cold in the first one
 
 
 class Point(NamedTuple):
@@ -39,11 +39,11 @@ class Cost(NamedTuple):
 
     @property
     def half(self) -> float:
-        """n½ in bytes: half of the time of such a message is α. Infinite where bytes cost nothing."""
+        """n½ in bytes: half of the time of such a message is α. Infinite if beta is 0."""
         return self.alpha / self.beta if self.beta else math.inf
 
     def seconds(self, bytes: float) -> float:
-        """What one message of so many bytes takes."""
+        """The time of one message of this size."""
         return self.alpha + self.beta * bytes
 
 
@@ -51,13 +51,13 @@ class Cost(NamedTuple):
 
 
 def measure(sizes: Iterable[int] = SIZES, rounds: int = 20) -> list[Point]:
-    """Rank 0 and rank 1 throw messages to and fro; every rank gets the points, from the smallest size to the largest.
+    """Rank 0 and rank 1 exchange messages; every rank gets the points, from the smallest size to the largest.
 
-    All ranks call it. Those above 1 wait meanwhile. The tensors are on the CPU.
+    All ranks call it. Ranks above 1 wait meanwhile. The tensors are on the CPU.
 
-    A time is half of a throw there and back: so one clock is enough. A size keeps its smallest time: whatever disturbs
-    a message, another program or the first use of a connection, only makes it slower. Each round has every size, some
-    throws of it in a row, so that one disturbance does not meet all throws of a size.
+    A time is half of a round trip, so one clock is enough. A size keeps its smallest time: a disturbance, such as
+    another program or the first use of a connection, only makes a message slower. Each round has every size, a few
+    round trips in a row, so that one disturbance does not affect all round trips of a size.
 
     Raises ValueError if there is only one rank, or if a size or the number of rounds is not above 0.
     """
@@ -71,12 +71,12 @@ def measure(sizes: Iterable[int] = SIZES, rounds: int = 20) -> list[Point]:
         balls = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
         for _, (place, ball) in itertools.product(range(rounds), enumerate(balls)):
             best[place] = min(best[place], *(_throw(ball) for _ in range(THROWS)))
-    dist.broadcast(best, 0)  # here the others wait; rank 1's own clock began before the ball left rank 0
+    dist.broadcast(best, 0)  # the others wait here; rank 1's own times include waiting for rank 0
     return [Point(size, seconds) for size, seconds in zip(sizes, best.tolist(), strict=True)]
 
 
 def _throw(ball: Tensor) -> float:
-    """Half of the seconds between rank 0's throw and the ball's return to it."""
+    """Half of the seconds of a round trip from rank 0 to rank 1 and back."""
     began = time.perf_counter()
     if dist.get_rank() == 0:
         dist.send(ball, 1)
@@ -88,8 +88,8 @@ def _throw(ball: Tensor) -> float:
 
 
 def measure_pieces(counts: Iterable[int], bytes: int = 2**20, rounds: int = 40) -> dict[int, float]:
-    """Seconds in which this rank all-reduces a tensor of so many bytes, cut into each number of pieces, one after the
-    other: {pieces: seconds}, the smallest of the rounds. All ranks call it; the collective is torch's own.
+    """Seconds in which this rank all-reduces a tensor of this size, one piece after the other, for each number of
+    pieces: {pieces: seconds}, the smallest of the rounds. All ranks call it; the collective is torch's own.
     """
     tensor, counts = torch.zeros(bytes // 4), list(counts)
     best = dict.fromkeys(counts, math.inf)
@@ -108,10 +108,9 @@ def measure_pieces(counts: Iterable[int], bytes: int = 2**20, rounds: int = 40) 
 def fit(points: Sequence[tuple[int, float]]) -> Cost:
     """The α and β, neither below 0, whose line is nearest to the points (bytes, seconds).
 
-    It is chosen among the lines through two of the points, and those through one whose α or β is 0. Nearest: over all
-    points, the sum of the factors by which line and point differ (their logarithms) is smallest. So 8 bytes count as
-    much as 8 MB; in seconds the large messages would hide α. And nothing is squared, so that one point far off does
-    not pull the line to itself.
+    The candidates are the lines through two points, and those through one point with α or β 0. The nearest has the
+    smallest sum, over all points, of the absolute logarithm of the ratio of line to point. So 8 bytes count as much as
+    8 MB; in seconds, large messages would hide α. Nothing is squared, so that an outlier does not dominate.
 
     Raises ValueError if the points have fewer than two sizes, or a size or time that is not above 0.
     """

@@ -1,24 +1,24 @@
-"""Layer errors: how far the gradients of a cut model are from those of one process, layer by layer.
+"""Layer errors: how far the gradients of a tensor-parallel model are from those of one process, layer by layer.
 
     model(tokens, targets).backward()
     layer_errors(model, {name: gradient in one process})
 
-From where in the model on they are wrong tells what went wrong on the way back.
+The layer at which the errors begin tells what went wrong in backward.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-PARTS = ("attention_norm", "attention", "mlp_norm", "mlp")  # of a block, in the order of forward
+PARTS = ("attention_norm", "attention", "mlp_norm", "mlp")  # the parts of a block, in the order of forward
 LABELS = {"token_embedding": "tokens", "position_embedding": "positions", "norm": "norm", "attention_norm": "norm",
           "attention": "attention", "mlp_norm": "norm", "mlp": "MLP"}
 
 
 @torch.no_grad()
 def layer_errors(model: nn.Module, whole: dict[str, Tensor], group=None) -> list[dict]:
-    """Of each layer, in the order of forward: {"layer": its path, "error": how far its weights' gradient is from the
-    right one, the worst of all ranks; "spread": how far the ranks are apart where all should have the same, else None}.
+    """For each layer, in the order of forward: {"layer": its path, "error": how far its weights' gradient is from the
+    right one, on the worst rank; "spread": how far the ranks differ if their gradients should be equal, else None}.
     Both are shares of the right gradient's norm. All ranks of the group call it.
 
     Args: model, a ParallelGPT after backward; whole, the gradients of the same GPT in one process, by name.
@@ -43,7 +43,7 @@ def layer_errors(model: nn.Module, whole: dict[str, Tensor], group=None) -> list
 
 
 def layer_of(name: str) -> str:
-    """The path of the layer of a parameter: blocks.0.mlp of blocks.0.mlp.expansion.weight."""
+    """The path of a parameter's layer: blocks.0.mlp for blocks.0.mlp.expansion.weight."""
     words = name.split(".")
     return ".".join(words[:3]) if words[0] == "blocks" else words[0]
 
@@ -56,7 +56,7 @@ def _place(layer: str) -> tuple:
 
 
 def label(layer: str) -> str:
-    """A layer's path, short: "MLP"."""
+    """A short label for a layer's path: "MLP"."""
     return LABELS[layer.split(".")[-1]]
 
 

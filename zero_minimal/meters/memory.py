@@ -1,4 +1,4 @@
-"""Memory: a ledger of every tensor storage that lives on this rank, in categories, from outside.
+"""Memory: a ledger of every tensor storage on this rank, by category, kept from outside the stages.
 
     ledger = Ledger()
     with ledger:
@@ -7,28 +7,28 @@
         ledger.watch(model, zero)
         ...                            # a training step or two
         ledger.states()                # {category: bytes} now
-    ledger.peak                        # the peak: .total, .bytes by category, .what reached it
+    ledger.peak                        # the peak: .total, .bytes by category, .what caused it
 
-Every operator passes torch's dispatcher. There the ledger looks at each tensor that goes in or comes out. A storage is
-born when it is first seen, and dies when the last tensor that uses it does, which a weak reference tells. In between it
-may be resized (stage 3 frees parameters that way). So what is measured is storage, not what the code believes: a view
-costs nothing, and a forgotten reference costs all of it. A fake tensor counts as what it stands for.
+Every operator passes torch's dispatcher, where the ledger looks at each input and output. A storage is born when it is
+first seen, and dies with the last tensor that uses it, as a weak reference tells. In between it may be resized (stage 3
+frees parameters that way). So real storage is measured, whatever the code assumes: a view costs nothing, and a
+forgotten reference costs all of its storage. A fake tensor counts as the tensor that it represents.
 
-The category of a storage goes by who owns it:
+The owner of a storage determines its category:
 
     parameters    the model's, and whole buckets and shards of them
-    gradients     .grad of parameters, what autograd hands over to become that, buckets and shards of them
+    gradients     .grad of parameters, tensors that autograd passes on to become .grad, buckets and shards of them
     optimizer     fp32 masters, and the optimizer's state
-    scalars       0-dim step counters, and the one element that stands in for released parameters: a few bytes, named
-                  apart so that the three above equal the formula to the byte
+    scalars       0-dim step counters, and the one element that replaces released parameters: a few bytes, counted
+                  separately so that the three above equal the formula to the byte
     buffers       the model's buffers, and temporary buffers in the paper's sense (§3.2): scratch of collectives, of
                   the optimizer's update, of clipping; the flat copies that DDP and FSDP2 send
-    activations   what else is born in forward and backward, and outside of them with gradients enabled (loss, batch)
-    other         what was there before or came before watch(): a data set, the parameters before they were packed
+    activations   all else born in forward and backward, or outside of them with gradients enabled (loss, batch)
+    other         what existed before watch(): a data set, the parameters before they were flattened
 
-Not seen: memory that a kernel takes and gives back within one operator; memory that does not belong to a tensor (cuBLAS
-workspaces, NCCL's own); tensors made in Python threads of one's own; sparse tensors; what a simulated rank's host has.
-Seen, and real: gloo's threads hold the tensors of a collective for some microseconds after its wait().
+Not seen: memory that a kernel allocates and frees within one operator; memory outside tensors (cuBLAS workspaces,
+NCCL's own); tensors made in Python threads that the program starts; sparse tensors; the host memory of a simulated
+rank. Seen, and real: gloo's threads hold a collective's tensors for some microseconds after its wait().
 """
 
 import contextlib
@@ -49,7 +49,7 @@ from zero_minimal.meters.owners import Owners, parameters_of, strided_tensors
 from zero_minimal.offloading import simulated_host
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "scalars", "buffers", "activations", "other")
-UNOWNED = ("buffers", "activations", "other")  # guessed from the moment of birth, until an owner is found
+UNOWNED = ("buffers", "activations", "other")  # guessed from the phase at birth, until an owner is found
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class Storage:
 
 
 class Event(NamedTuple):
-    """An allocation (bytes > 0) or a free (bytes < 0), `seconds` after the trace began, and what did it."""
+    """An allocation (bytes > 0) or a free (bytes < 0), `seconds` after the trace began; `what` caused it."""
 
     seconds: float
     storage: Storage
@@ -82,25 +82,25 @@ class Moment(NamedTuple):
 
 
 class Ledger(TorchDispatchMode):
-    """Counts storages while it is open. It may be opened again: what changed in between is found again, and added.
+    """Counts storages while it is open. It may be opened again: then it also finds what changed in between.
 
     trace: the Events in order, since the first opening or the last reset(). A resize is a free, then an allocation.
-    device: count only what lies on this device ("cuda", "cuda:1"); None counts all but meta tensors. May be set anew.
+    device: count only storages on this device ("cuda", "cuda:1"); None counts all but meta tensors. May be changed.
 
-    Open it inside FakeTensorMode, not around it.
+    Open it inside FakeTensorMode, not outside it.
     """
 
     def __init__(self, device: str | torch.device | None = None):
         super().__init__()
         self.device = device
         self.trace: list[Event] = []
-        self._alive: dict[int, Storage] = {}  # by the address of the storage's C++ object
+        self._alive: dict[int, Storage] = {}  # keyed by the address of the storage's C++ object
         self._births = 0
         self._owners = Owners()
         self._hooks: list = []  # handles of our hooks on parameters' gradients
         self._started = time.perf_counter()
         self._open = False
-        self._forwards = 0  # how many modules' forward is running, one in another
+        self._forwards = 0  # how many nested modules' forwards are running
 
     # -------------------------------------------------------------------------------------------------------- reports
 
@@ -118,12 +118,12 @@ class Ledger(TorchDispatchMode):
         return self.rounded(1)
 
     def rounded(self, unit: int = 512) -> int:
-        """Bytes alive, each storage rounded up to a multiple of `unit`: 512 bytes is what CUDA's allocator deals in."""
+        """Bytes alive, each storage rounded up to a multiple of `unit`, which is 512 in CUDA's allocator."""
         return sum(-(-storage.bytes // unit) * unit for storage in self._counted())
 
     @property
     def timeline(self) -> list[Moment]:
-        """The trace summed up: what is alive after each event."""
+        """The running sum of the trace: bytes alive after each event."""
         self._claim_all()
         now, moments = dict.fromkeys(CATEGORIES, 0), []
         for event in list(self.trace):
@@ -144,7 +144,7 @@ class Ledger(TorchDispatchMode):
         return {name: max((moment.bytes[name] for moment in timeline), default=0) for name in CATEGORIES}
 
     def reset(self) -> None:
-        """Begin trace, timeline and peak anew, with what is alive."""
+        """Restart trace, timeline and peak from the storages alive now."""
         self._started = time.perf_counter()
         self.trace = [Event(0.0, s, s.bytes, "alive already") for s in list(self._alive.values()) if s.bytes]
 
@@ -191,7 +191,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor: torch takes it apart, and comes back with the local tensors
+            return NotImplemented  # a DTensor: torch calls again with the local tensors
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
         if simulated_host.at_work():
@@ -202,7 +202,7 @@ class Ledger(TorchDispatchMode):
                 self._meet(tensor, storage)
         is_peers = operator.namespace in ("c10d", "fsdp") and not work.at_work()
         if is_peers and not self._owners.buckets():
-            self._claim([args, kwargs], "buffers", replacing=UNOWNED)  # flat copies that a peer communicates
+            self._claim([args, kwargs], "buffers", replacing=UNOWNED)  # flat copies that a peer sends
         return result
 
     def _take_stock(self) -> None:
@@ -211,14 +211,14 @@ class Ledger(TorchDispatchMode):
         for address, storage in list(self._alive.items()):
             if storage.reference() is None:
                 self._die(address)
-        with torch._C.DisableTorchFunctionSubclass():  # lazy parameters answer nothing otherwise
+        with torch._C.DisableTorchFunctionSubclass():  # otherwise lazy parameters raise
             for thing in gc.get_objects():
-                if issubclass(type(thing), torch.Tensor):  # isinstance() asks the object, and wakes lazy ones
+                if issubclass(type(thing), torch.Tensor):  # isinstance() would trigger lazy objects
                     for tensor in strided_tensors(thing):
                         self._look_at(tensor, "alive already", "other")
 
     def _look_at(self, tensor: torch.Tensor, what: str, category: str | None = None) -> Storage:
-        """Enter the tensor's storage if it is new, and its size if that has changed."""
+        """Record the tensor's storage if it is new, and its size if that has changed."""
         handle = tensor.untyped_storage()
         storage = self._find(handle)
         if storage is None:
@@ -241,7 +241,7 @@ class Ledger(TorchDispatchMode):
 
     def _die(self, address: int) -> None:
         storage = self._alive.pop(address, None)
-        if storage is not None:  # else a thread of gloo's was first
+        if storage is not None:  # otherwise a thread of gloo was first
             self._set_size(storage, 0, "free")
 
     def _set_size(self, storage: Storage, size: int, what: str) -> None:
@@ -275,7 +275,7 @@ class Ledger(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------------- who owns what
 
     def watch(self, *owners) -> None:
-        """Name the owners by which the categories go, before or after the ledger is opened. They are held weakly.
+        """Name the owners that determine categories, before or after the ledger is opened. They are held weakly.
 
         Args:
             owners: modules (also DDP's and FSDP2's), torch optimizers, objects with .model, .optimizer or .buckets
@@ -284,7 +284,7 @@ class Ledger(TorchDispatchMode):
         self._claim_all()
 
     def claim(self, tensors, category: str) -> None:
-        """Say what the storages of these tensors are (a tensor, or any nesting of lists, tuples and dicts of them)."""
+        """Set the category of these tensors' storages (a tensor, or any nesting of lists, tuples and dicts of them)."""
         self._claim(tensors, category, replacing=CATEGORIES)
 
     def _claim(self, tensors, category: str, replacing: tuple[str, ...]) -> None:
@@ -299,20 +299,20 @@ class Ledger(TorchDispatchMode):
         for category, tensors in self._owners.holdings():
             self.claim(tensors, category)
 
-    # Some storages have an owner for a moment only, or none that could be asked. Three places show what they are:
+    # Some storages have an owner only briefly, or no known owner. Three places identify them:
 
     def _hear_collective(self, moment: str, call: work.Call) -> None:
-        """A whole bucket of stage 2 or 3 that is about to be reduced, and the part of it that this rank keeps."""
+        """Claims a whole bucket of stage 2 or 3 before it is reduced, and the part of it that this rank keeps."""
         if moment == "start" and call.name in ("reduce_scatter", "reduce"):
             self._claim(call.tensors, "gradients", replacing=UNOWNED)
 
     def _before_optimizer(self, optimizer, args, kwargs) -> None:
-        """Gradients in the dtype of the masters, made for this step."""
+        """Claims gradients in the dtype of the masters, made for this step."""
         if not simulated_host.at_work():
             self.claim([param.grad for param in parameters_of(optimizer)], "gradients")
 
     def _meet(self, param: nn.Parameter, storage: Storage) -> None:
-        """An operator was given a parameter: FSDP2 gathers some that are not the model's own."""
+        """Claims a parameter that an operator receives: FSDP2 gathers some that are not the model's own."""
         if storage.category in UNOWNED:
             storage.category = "parameters"
         if param.requires_grad and torch.is_grad_enabled():
@@ -321,13 +321,13 @@ class Ledger(TorchDispatchMode):
                 self._hooks.append(param.register_hook(self._gradient_arrives))
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
-        """Autograd hands a gradient to its parameter, which may drop it at once."""
+        """Claims a gradient as autograd gives it to its parameter, which may drop it at once."""
         self.claim(gradient, "gradients")
 
 
 @contextlib.contextmanager
 def resizes_reported(listener):
-    """While open, `listener(storage)` is told of every UntypedStorage.resize_. It does not pass torch's dispatcher."""
+    """While open, calls `listener(storage)` at every UntypedStorage.resize_, which torch's dispatcher does not see."""
     original = torch.UntypedStorage.resize_
 
     def resize_(storage, size):

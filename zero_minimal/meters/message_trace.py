@@ -1,12 +1,12 @@
-"""Message trace: what a rank sends and receives one by one, and what it holds meanwhile (send, recv).
+"""Message trace: each message that a rank sends or receives (send, recv), and what the rank holds meanwhile.
 
     with Messages() as messages:
         ring.all_reduce(tensor)
     messages.sent_bytes, messages.log, messages.states      and messages.record, to draw them: pictures/ring_chart.py
 
-It looks through torch.distributed's send, isend and recv. With each send it notes the whole tensor of which the
-message is a part: so the states of a ring of N ranks are what a rank holds before each of its steps, and at the end.
-Memory that nobody has written yet reads as NaN there.
+It wraps torch.distributed's send, isend and recv. At each send it records the whole tensor of which the message is a
+part: so the states of a ring of N ranks are what a rank holds before each of its steps, and at the end. Memory that is
+not yet written reads as NaN.
 """
 
 import math
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 DOORS = ("send", "isend", "recv")
-MOST_ELEMENTS = 1000  # of a tensor whose states are noted: they are for pictures
+MOST_ELEMENTS = 1000  # of a tensor whose states are recorded, for pictures
 
 
 class Message(NamedTuple):
-    """One message. `chunk`: which one of the whole tensor it is, None where it comes from or goes to a scratch."""
+    """One message. `chunk`: its number in the whole tensor; None if it comes from or goes to a scratch tensor."""
 
     kind: str  # "send" or "receive"
     peer: int
@@ -31,7 +31,7 @@ class Message(NamedTuple):
 class Messages:
     """Watches this rank's messages while it is open. Tensors are on the CPU.
 
-    log: a Message for each, in order.
+    log: the Messages, in order.
     states: the whole tensor, flat, as a list of numbers: before each send, and when this is closed.
     """
 
@@ -54,7 +54,7 @@ class Messages:
 
     @property
     def record(self) -> dict:
-        """{"log", "states"}: what may leave this rank."""
+        """{"log", "states"}, which can be sent to another process."""
         return {"log": self.log, "states": self.states}
 
     @property
@@ -83,12 +83,12 @@ class Messages:
 
 
 def fill_new_memory_with_nan(on: bool) -> None:
-    """torch.use_deterministic_algorithms does it; but that loads torch's compiler first, which takes seconds."""
+    """torch.use_deterministic_algorithms does this, too, but first loads torch's compiler, which takes seconds."""
     torch._C._set_deterministic_algorithms(on)
 
 
 def steps(records: list[dict]) -> tuple[list, list]:
-    """The steps of an algorithm in which every rank sends one message a step, from each rank's `record`.
+    """The steps of an algorithm in which every rank sends one message per step, from each rank's `record`.
 
     Returns, for draw_ring of pictures/ring_chart.py: states [step][rank][chunk], and sends [step][rank], the chunk
     that is sent then.
@@ -101,8 +101,8 @@ def steps(records: list[dict]) -> tuple[list, list]:
 def pipeline(records: list[dict]) -> tuple[list, list]:
     """The steps of a broadcast along a ring, from each rank's `record`; returns the same as `steps`.
 
-    A chunk needs one step from a rank to the next; a rank sends one chunk a step, in the order of its log, and none
-    before it has it. The root is the rank that receives nothing.
+    A chunk takes one step from a rank to the next; a rank sends one chunk per step, in the order of its log, and only
+    once it has it. The root is the rank that receives nothing.
     """
     world_size = len(records)
     root = next(rank for rank, record in enumerate(records) if all(m.kind == "send" for m in record["log"]))

@@ -1,8 +1,8 @@
-"""Observer: measures a training run from outside, one thing in each of its phases.
+"""Observer: measures a training run from outside, one quantity in each phase.
 
-    steps 0 and 1    memory: the ledger sees every storage, and slows the run
-    steps 2 to 6     traffic: the collectives, and what the rank's connections carry
-    the rest         time alone
+    steps 0 and 1    memory: the ledger sees every storage, which slows the run
+    steps 2 to 6     traffic: the collectives, and the bytes on the rank's connections
+    the rest         only time
 """
 
 import statistics
@@ -17,7 +17,7 @@ from zero_minimal.processes import ranks
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 
-MEMORY_STEPS = 2  # the optimizer makes its state in the first; the second is like all that follow, and is reported
+MEMORY_STEPS = 2  # the first step makes the optimizer state; the second, like all later ones, is reported
 TRAFFIC_STEPS = 5
 
 
@@ -39,11 +39,11 @@ class Observer:
         self.traffic_to = min(self.traffic_from + TRAFFIC_STEPS, settings.steps)
         self.seconds: list[float] = []
         self.states: dict[str, int] = {}  # bytes by category at the end of the last step that the ledger saw
-        self.wire_bytes: list[int] = []  # of each step whose traffic is watched; empty if not known
+        self.wire_bytes: list[int] = []  # of each step whose traffic is watched; empty if unknown
 
     @contextmanager
     def step(self):
-        """Around one optimizer step. It must leave the gradients there: the ledger counts what is alive at its end."""
+        """A context around one optimizer step, which must keep the gradients: the ledger counts them at its end."""
         number = len(self.seconds)
         with ExitStack() as instruments:
             if self.traffic_from <= number < self.traffic_to:
@@ -58,10 +58,10 @@ class Observer:
     def _watch_memory(self):
         with self.ledger:
             if not self.seconds:
-                # ZeroRedundancyOptimizer keeps its share of the state in an optimizer within
+                # ZeroRedundancyOptimizer keeps its share of the state in an inner optimizer
                 inner = getattr(self.zero.optimizer, "optim", self.zero.optimizer)
                 self.ledger.watch(self.zero.model, self.zero, inner)
-            self.ledger.reset()  # what counts is the last step: all states are there from its beginning
+            self.ledger.reset()  # only the last step counts: all states exist from its beginning
             yield
             self.states = self.ledger.states()
 
@@ -77,11 +77,11 @@ class Observer:
     # ---------------------------------------------------------------------------------------------------------- report
 
     def report(self) -> dict:
-        """What was measured on this rank, beside the paper's formulas: what --json writes, without the losses."""
+        """Measurements of this rank with the paper's formulas: what --json writes, without the losses."""
         zero, rank, settings = self.zero, self.rank, self.settings
         parameters = sum(param.numel() for param in zero.model.parameters())
         padding = sum(bucket.padded - bucket.numel for bucket in getattr(zero, "buckets", []))  # elements
-        is_peer = hasattr(zero, "theory_stage")  # torch's own: it says whose formulas it is to be held against
+        is_peer = hasattr(zero, "theory_stage")  # torch's own: it names the stage whose formulas apply
         stage = zero.theory_stage if is_peer else stage_in(type(zero).__name__)
         offloaded = hasattr(zero, "host")
         rest = (rank.world_size, settings.dtype, offloaded)
@@ -105,11 +105,11 @@ class Observer:
         }
 
     def step_seconds(self) -> float:
-        """The median. The first steps were slowed down, but a short run has no others."""
+        """The median step. The first steps were slowed down, but a short run has no others."""
         return statistics.median(self.seconds[self.traffic_to :] or self.seconds)
 
     def sent(self) -> dict:
-        """Of a step: what TrafficMeter.per_step() says."""
+        """TrafficMeter.per_step() of the watched steps."""
         return self.meter.per_step(self.traffic_to - self.traffic_from)
 
     def _memory(self) -> dict:
@@ -136,7 +136,7 @@ class Observer:
 
 
 def watched(stage_class, settings: Settings, world_size: int) -> dict:
-    """Train with one class in so many new ranks on the CPU; return rank 0's report. Two steps are enough for all but
+    """Train with one class on `world_size` new ranks on the CPU; return rank 0's report. Two steps suffice for all but
     times. Raises what ranks.run raises."""
 
     def on_each_rank():
@@ -151,11 +151,11 @@ def watched(stage_class, settings: Settings, world_size: int) -> dict:
 
 
 def _name(zero, stage: int) -> str:
-    """How tables call it."""
+    """Its name in tables."""
     known = {f"Stage{stage}": f"stage {stage}", f"Offloaded{stage}": f"stage {stage}, offloaded"}
     return known.get(type(zero).__name__, type(zero).__name__)
 
 
 def stage_in(name: str) -> int:
-    """The stage that a class is, by the number in its name. One without a number is plain data parallelism."""
+    """The stage number in a class's name. A name without a number is plain data parallelism, stage 0."""
     return int("".join(filter(str.isdigit, name)) or 0)

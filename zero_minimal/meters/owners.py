@@ -1,8 +1,8 @@
-"""Owners: which tensors a model, an optimizer or a stage holds, and as what.
+"""Owners: which tensors a model, an optimizer or a stage holds, and their categories.
 
-The memory ledger sees storages; this says whose they are. It knows the public attributes of nn.Module and torch.optim,
-and those of a stage: .model, .optimizer, and .buckets with their flat tensors (zero_minimal/core/layout.py); of
-zero_100b.py also the .constant_buffers of a stage's .memory, and the .slab of checkpoints.
+The memory ledger sees storages; this finds their owners. It reads the public attributes of nn.Module, torch.optim and
+stages: .model, .optimizer, and .buckets with their flat tensors (zero_minimal/core/layout.py); for zero_100b.py also
+the .constant_buffers of a stage's .memory, and the .slab of checkpoints.
 """
 
 import weakref
@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-OF_A_BUCKET = ("gradients", "gradient_shard", "parameters", "parameter_shard")  # by which it is known
+OF_A_BUCKET = ("gradients", "gradient_shard", "parameters", "parameter_shard")  # a bucket has these attributes
 
 
 class Owners:
-    """A collection of owners. They are held weakly: looking at memory must not keep it."""
+    """A collection of owners, held weakly: measuring memory must not keep it alive."""
 
     def __init__(self):
         self._references: list[weakref.ref] = []
@@ -30,18 +30,18 @@ class Owners:
         self._references += [weakref.ref(owner) for owner in owners if id(owner) not in known]
 
     def buckets(self) -> list:
-        """The buckets of the stages among the owners; peers have none. One of somebody's own kind is left out."""
+        """The buckets of the stages among the owners; peers have none. Buckets of an unknown class are left out."""
         found = [bucket for owner in self._living() for bucket in getattr(owner, "buckets", ())]
         return [bucket for bucket in found if all(hasattr(bucket, name) for name in OF_A_BUCKET)]
 
     def holdings(self) -> Iterator[tuple[str, list]]:
-        """(category, nested tensors), such that what comes later wins: an fp32 parameter may be its own master."""
+        """Pairs (category, nested tensors), of which the last one wins: an fp32 parameter may be its own master."""
         owners, buckets = self._living(), self.buckets()
         modules = [owner for owner in owners if isinstance(owner, nn.Module)]
         optimizers = [owner for owner in owners if isinstance(owner, Optimizer)]
         params = [param for module in modules for param in module.parameters()]
         masters = [param for optimizer in optimizers for param in parameters_of(optimizer)]
-        here = [each for each in optimizers if getattr(each, "state_is_here", True)]  # and not on a host
+        here = [each for each in optimizers if getattr(each, "state_is_here", True)]  # not on a host
         states = list(strided_tensors([optimizer.state for optimizer in here]))
 
         yield "buffers", [list(module.buffers()) for module in modules]
@@ -53,24 +53,24 @@ class Owners:
         yield "buffers", [memory.constant_buffers.buffers for memory in memories if hasattr(memory, "constant_buffers")]
         yield "activations", [owner.slab.memory for owner in owners if getattr(owner, "slab", None)]
         yield "scalars", [state for state in states if state.dim() == 0]
-        yield "scalars", [master for master in masters if _is_smaller(master)]  # of an offloaded one
+        yield "scalars", [master for master in masters if _is_smaller(master)]  # of an offloaded optimizer
         yield "scalars", [param for param in params if _is_smaller(param)]
         yield "scalars", [param.grad for param in params if param.grad is not None and _is_smaller(param.grad)]
 
     def _living(self) -> list:
-        """The owners that still live, and the models and optimizers inside them."""
+        """The owners that are still alive, and the models and optimizers inside them."""
         outer = [owner for owner in (reference() for reference in self._references) if owner is not None]
         inner = [getattr(owner, name, None) for owner in outer for name in ("zero", "model", "optimizer", "optim")]
         return outer + [part for part in inner if part is not None]
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """What a torch optimizer updates."""
+    """The parameters that a torch optimizer updates."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def strided_tensors(value) -> Iterator[torch.Tensor]:
-    """The plain tensors in nested lists, tuples and dicts; of a DTensor, its local tensor. Sparse ones are left out."""
+    """The plain tensors in nested lists, tuples and dicts; a DTensor's local tensor. Sparse ones are left out."""
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:
@@ -86,6 +86,6 @@ def strided_tensors(value) -> Iterator[torch.Tensor]:
 
 
 def _is_smaller(tensor: torch.Tensor) -> bool:
-    """Whether it has less storage than elements: one element stands in for a parameter that stage 3 has released, or
-    for a gradient that was handed over."""
+    """Whether a tensor has less storage than elements: one element replaces a parameter that stage 3 has released, or a
+    gradient that was passed on."""
     return any(t.untyped_storage().nbytes() < t.numel() * t.element_size() for t in strided_tensors(tensor))

@@ -1,14 +1,14 @@
-"""Rounds: runs that were timed in turn, A B C, A B C, …, and what is said of them.
+"""Rounds: runs that were timed in turn, A B C, A B C, …, and their statistics.
 
-A machine drifts over minutes, so a run is divided by another of its own round: the median of these ratios, and how far
-they are spread, is what can be trusted.
+A machine's speed drifts over minutes, so a run is divided by another run of its own round: the median and the spread of
+these ratios can be trusted.
 """
 
 import statistics
 
 
 def run_seconds(results: list[dict]) -> float:
-    """Seconds a step of one run: a step is as long as on its slowest rank, and the median step stands for the run.
+    """Seconds per step of one run: the median step, where the slowest rank determines a step's time.
 
     results: [rank], what timing.time_steps returns.
     """
@@ -21,7 +21,7 @@ def ratios(own: list[float], theirs: list[float]) -> dict[str, float]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """{"min", "lower_quartile", "median", "upper_quartile", "max"}; of a single value, that value for all."""
+    """{"min", "lower_quartile", "median", "upper_quartile", "max"}; for a single value, all are that value."""
     quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return dict(zip(("min", "lower_quartile", "median", "upper_quartile", "max"),
                     (min(values), *quartiles, max(values)), strict=True))

@@ -1,12 +1,12 @@
-"""Run record: what instruments see of a whole training run, step by step, and nothing of its code.
+"""Run record: what instruments measure in a whole training run, step by step, without its code.
 
     record = RunRecord(zero, rank)
     for losses in loop.steps(zero, batches, settings, observers=[record]):
         record.heard(losses)
     record.report()
 
-Each instrument looks at steps of its own: the ledger at the first MEMORY_STEPS, then the order of events and the
-traffic at one each, then the clock. The stage must be a `watched()` one, which tells when it clips and with what norm.
+Each instrument watches its own steps: the ledger the first MEMORY_STEPS, then the order of events and the traffic one
+step each, then the clock. The stage's class must come from `watched()`, which records when it clips and with what norm.
 """
 
 import time
@@ -21,16 +21,16 @@ from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
 
 MEMORY_STEPS = 6
-ORDER_STEP = MEMORY_STEPS  # gradients and collectives, in the order in which they come
+ORDER_STEP = MEMORY_STEPS  # gradients and collectives, in the order of their events
 TRAFFIC_STEP = ORDER_STEP + 1
 TIME_STEPS = range(TRAFFIC_STEP + 1, TRAFFIC_STEP + 6)
-EXCHANGE = 0.02  # seconds, in which ranks agree on a moment
-STEPS = TIME_STEPS[-1] + 1  # the least that a run must have
+EXCHANGE = 0.02  # seconds in which ranks agree on a moment
+STEPS = TIME_STEPS[-1] + 1  # the fewest steps that a run must have
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
 def watched(stage_class: type) -> type:
-    """The same stage, with what its clip_grad_norm_() returned, and when it was called."""
+    """The same stage class, which also records when clip_grad_norm_() was called and what it returned."""
 
     class Watched(stage_class):
         norms: tuple = ()
@@ -46,10 +46,10 @@ def watched(stage_class: type) -> type:
 
 
 def one_zero(device) -> float:
-    """The moment from which all ranks count, in seconds of time.perf_counter(): one that has just come when this
-    returns. The ranks leave an exchange one after another, so they agree on a moment after it, and sleep till then.
+    """The moment from which all ranks count, in seconds of time.perf_counter(): it has just passed when this returns.
+    The ranks leave an exchange one after another, so they agree on a later moment, and sleep until then.
 
-    Processes of one machine read the same clock. Times of ranks on two machines cannot be held against each other.
+    Processes on one machine read the same clock. Times of ranks on two machines cannot be compared.
     """
     dist.barrier()
     zero = torch.tensor(time.perf_counter() + EXCHANGE, dtype=torch.float64, device=device)
@@ -59,7 +59,7 @@ def one_zero(device) -> float:
 
 
 class RunRecord:
-    """Watches this rank through a run of STEPS steps or more."""
+    """Watches this rank during a run of STEPS steps or more."""
 
     def __init__(self, zero, rank):
         self.zero, self.rank = zero, rank
@@ -79,7 +79,7 @@ class RunRecord:
 
     @contextmanager
     def step(self):
-        """Around one optimizer step."""
+        """A context around one optimizer step."""
         number = self._steps
         with ExitStack() as instruments:
             if number < MEMORY_STEPS:
@@ -138,14 +138,14 @@ class RunRecord:
         self.times.append({"computing": parts, "collectives": seen.collectives, "seconds": marks[-1][1]})
 
     def _parameters(self) -> torch.Tensor:
-        """What this rank holds of them, in fp32: all, or at stage 3 its shards."""
+        """This rank's parameters in fp32: all, or at stage 3 its shards."""
         sharded = hasattr(self.zero, "units")
         tensors = [bucket.parameter_shard for bucket in self.zero.buckets] if sharded else self.zero.model.parameters()
         return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
 
     def _compare(self) -> None:
-        """How far this rank's parameters are from rank 0's: the largest difference of any. Shards are of other
-        parameters on each rank, so there is nothing to compare."""
+        """The largest difference between this rank's parameters and rank 0's. At stage 3 each rank holds shards of
+        other parameters, so there is nothing to compare."""
         if hasattr(self.zero, "units"):
             return
         theirs = self._before.clone()
@@ -153,8 +153,8 @@ class RunRecord:
         self.apart.append((self._before - theirs).abs().max().item())
 
     def report(self) -> dict:
-        """What was seen on this rank, as JSON can hold it. "times" has the TIME_STEPS: choose the same one on all
-        ranks."""
+        """The measurements of this rank, ready for JSON. "times" has an entry for each of TIME_STEPS: choose the same
+        on all ranks."""
         return {
             "losses": self.losses, "norms": list(self.zero.norms), "apart": self.apart, "moved": self.moved,
             "memory": self.memory, "traffic": self.meter.per_step(1), "overlap": list(self.overlap),

@@ -1,7 +1,7 @@
-"""Timing: what a rank does to be measured, for one stage or peer. programs/bench.py starts the ranks and compares.
+"""Timing: the measured run of one rank, for one stage or peer. programs/bench.py starts the ranks and compares them.
 
-    time_steps     nothing but the steps, a clock, and the highest memory the operating system saw
-    watch_steps    a short run under the memory ledger and the traffic meter, which slow it
+    time_steps     only the steps, a clock, and the peak of memory that the operating system saw
+    watch_steps    a short run under the memory ledger and the traffic meter, which slow it down
 """
 
 import gc
@@ -21,25 +21,25 @@ from zero_minimal.processes import ranks
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 
-# Linux's; elsewhere what they tell stays unknown
+# Linux only; on other systems these figures are unknown
 STATUS, FORGET_PEAK, MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/stat")
 
 
 def time_steps(stage_class, settings: Settings, warm_up: int, *, one_by_one: bool = True, **options) -> dict:
     """Train on this rank, `warm_up` steps and then settings.steps more.
 
-    one_by_one: let all ranks meet after each step. Else they meet at the end alone: what a step leaves under way
-        travels while the next begins, and all steps count as one of their mean time.
-    options: of the stage.
+    one_by_one: let all ranks meet after each step. Otherwise they meet only at the end: collectives that a step leaves
+        under way overlap with the next step, and every step counts as the mean.
+    options: for the stage.
 
-    Returns, with None for what this machine does not tell:
-        seconds: of each step after the warm-up, from one barrier to the next.
-        losses: of all steps, of this rank's batches.
-        wire_bytes: what this rank's connections carried away in a step after the warm-up.
-        resident_bytes: the peak of memory from before the model was built, less what was there then.
-        elapsed_seconds: of the steps and of building the model.
-        cpu_seconds: what all threads of this rank worked in that time.
-        machine_seconds: what all processors of this machine worked in that time, for anybody.
+    Returns a dict, with None for figures that this machine does not report:
+        seconds: for each step after the warm-up, from one barrier to the next.
+        losses: of all steps, for this rank's batches.
+        wire_bytes: bytes that this rank's connections sent per step after the warm-up.
+        resident_bytes: peak memory minus the memory before the model was built.
+        elapsed_seconds: the time of the steps and of building the model.
+        cpu_seconds: processor time of all threads of this rank in that time.
+        machine_seconds: processor time of the whole machine in that time.
     """
     with ranks.start() as rank:
         stay_on_one_core(rank)
@@ -89,14 +89,14 @@ def draw_batches(settings: Settings, rank: ranks.Rank, count: int) -> Iterator[t
 
 
 def prepare(stage_class, device: torch.device) -> None:
-    """What has to be there before the model is: DeepSpeed imports itself."""
+    """Let a peer prepare before the model is built: DeepSpeed is imported here."""
     if hasattr(stage_class, "prepare"):
         stage_class.prepare(device)
     gc.collect()
 
 
 def together(device: torch.device) -> float:
-    """Wait until every rank is here and its device has nothing left to do; the time, in seconds."""
+    """Wait until every rank is here and its device is idle; return the time, in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
@@ -104,7 +104,7 @@ def together(device: torch.device) -> float:
 
 
 def stay_on_one_core(rank: ranks.Rank) -> None:
-    """Compute in one thread, and keep all threads of this process, gloo's too, on one core. Not for a GPU's host."""
+    """Compute in one thread, and keep all threads of this process, even gloo's, on one core. Does nothing on a GPU."""
     if rank.device.type != "cpu":
         return
     torch.set_num_threads(1)
@@ -115,27 +115,27 @@ def stay_on_one_core(rank: ranks.Rank) -> None:
 
 
 def start_of_memory(device: torch.device) -> int | None:
-    """Bytes this rank holds now, and the peak begins anew. None where nobody can tell.
+    """Bytes this rank holds now; resets the peak. None if unknown.
 
-    That is resident memory as Linux counts it (VmRSS); on a GPU, what torch's allocator has taken from it.
+    The bytes are resident memory as Linux counts it (VmRSS); on a GPU, what torch's allocator has reserved.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_reserved()
     try:
-        FORGET_PEAK.write_text("5")  # VmHWM begins anew at VmRSS
+        FORGET_PEAK.write_text("5")  # resets VmHWM to VmRSS
         return _status("VmRSS")
     except OSError:
         return None
 
 
 def peak_of_memory(device: torch.device) -> int:
-    """The most bytes this rank held since start_of_memory()."""
+    """The most bytes that this rank held since start_of_memory()."""
     return torch.cuda.max_memory_reserved() if device.type == "cuda" else _status("VmHWM")
 
 
 def machine_seconds() -> float | None:
-    """Seconds that all processors of this machine together have worked since it came up, or that its host took away."""
+    """Seconds that all processors of this machine together have worked since boot, or that its host took away."""
     try:
         user, nice, system, _idle, _waiting, _irq, _softirq, stolen, *_ = MACHINE.read_text().split()[1:]
     except OSError:

@@ -1,10 +1,10 @@
-"""Traces: the allocations of a real run in a small file, to be replayed without the run.
+"""Traces: the allocations of a real run in a small file, which can be replayed without the run.
 
     record = packed(ledger.trace)       # a dict for JSON
     trace = unpacked(record)            # Events again, as meters/allocator.py replays them
 
-In a record, `requests` has a number for each event: n above 0 asks for n bytes, −k gives back what the k-th of these
-got, counted from 1. `categories` has a letter for each request, the first of the ledger's category.
+In a record, `requests` has a number for each event: n above 0 allocates n bytes, −k frees the k-th allocation, counted
+from 1. `categories` has a letter for each allocation, the first letter of the ledger's category.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ LETTERS = {"scalars": "s", "other": "x"} | {name: name[0] for name in CATEGORIES
 
 @dataclass(eq=False)
 class Request:
-    """In place of the ledger's Storage: what an Event of a recorded trace is about."""
+    """Replaces the ledger's Storage in an Event of a recorded trace."""
 
     number: int
     category: str
@@ -24,7 +24,7 @@ class Request:
 
 
 def packed(trace: list[Event]) -> dict:
-    """A ledger's trace as a record. What was freed in it, but allocated before it began, is left out."""
+    """A ledger's trace as a record. Storages that were allocated before the trace began are left out."""
     numbers: dict = {}
     requests, categories = [], []
     for event in trace:

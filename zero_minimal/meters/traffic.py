@@ -1,22 +1,21 @@
-"""Traffic: which collectives this rank took part in, how much they carried, and what a ring would send for them.
+"""Traffic: which collectives this rank took part in, their payloads, and what a ring would send for them.
 
     with TrafficMeter() as meter:
         for _ in range(steps):
             ...
     meter.per_step(steps)
 
-A collective is seen at one of two doors, and counted once:
+A collective is seen in one of two places, and counted once:
 
-    ours       the functions of zero_minimal.core.collectives, which tell whoever listens. What they are built
-               from (messages and a sum, on gloo) does not count
-    others'    the c10d operators of torch, at its dispatcher. All of torch.distributed passes there: DDP's all-reduce,
+    ours       the functions of zero_minimal.core.collectives, which notify listeners. The messages of which they are
+               built on gloo do not count
+    others'    the c10d operators of torch, at its dispatcher. All of torch.distributed passes it: DDP's all-reduce,
                which C++ starts, FSDP2's, DTensor's, and the plain send of a ring
 
-The payload P is the whole vector: the input of a reduce-scatter, the output of an all-gather, the tensor of the others.
-On N ranks a ring sends (N−1)/N·P for each, for an all-reduce twice that (section 7 of the paper). A broadcast or
-reduce sends P over N−1 of the ring's N links, so that (N−1)/N·P is the mean of the ranks, and what each is charged for.
-Small things beside the payload, such as a barrier, are not counted. What threads other than the caller's and autograd's
-do is not seen.
+The payload P is the whole vector: the input of a reduce-scatter, the output of an all-gather, the tensor of others. On
+N ranks a ring sends (N−1)/N·P for each, for an all-reduce twice that (section 7 of the paper). A broadcast or reduce
+sends P over N−1 of the ring's N links, so each rank is charged the mean, (N−1)/N·P. Small messages such as a barrier
+are not counted. Only the caller's thread and autograd's are seen.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.core import seams, work
 
-FILES = "/proc/self/fd"  # Linux: this process's open files, its connections among them
+FILES = "/proc/self/fd"  # Linux: this process's open files, which include its connections
 SENT = struct.Struct("200x2Q")  # tcpi_bytes_sent and tcpi_bytes_retrans in tcp_info of linux/tcp.h
 
 # torch's operators, c10d's first, then those of the functional collectives
@@ -64,7 +63,7 @@ OPERATORS = {
 
 
 class TrafficMeter(TorchDispatchMode):
-    """Counts the collectives of this rank while it is open. It may be opened again, and adds up.
+    """Counts the collectives of this rank while it is open. It may be opened again, and continues counting.
 
     collectives: {name: {"calls": count, "bytes": payload}}
     log: (name, payload, ranks of its group) of each, in order
@@ -75,7 +74,7 @@ class TrafficMeter(TorchDispatchMode):
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         self.collectives: dict[str, dict] = {}
         self.log: list[tuple[str, int, int]] = []
         self._sent = 0.0
@@ -106,7 +105,7 @@ class TrafficMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor: torch takes it apart, and comes back with the local tensors
+            return NotImplemented  # a DTensor: torch calls again with the local tensors
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
         if operator.namespace in ("c10d", "_c10d_functional") and not work.at_work():
@@ -132,11 +131,11 @@ class TrafficMeter(TorchDispatchMode):
 
 
 def wire_bytes(*, quiet: bool = False) -> int | None:
-    """Bytes that this rank's own TCP connections have carried away so far, as the kernel counts them, or None where it
-    does not tell (macOS, Linux before 4.19).
+    """Bytes that this rank's own TCP connections have sent so far, as the kernel counts them, or None if it does not
+    report them (macOS, Linux before 4.19).
 
-    The difference of two readings is what a rank really sent. What other programs send is not in it, nor what was sent
-    twice because it got lost, nor headers of packets.
+    The difference of two readings is what a rank really sent. It does not include what other programs send,
+    retransmissions, or packet headers.
 
     Args:
         quiet: every rank calls this; the reading is taken between two barriers, while no rank sends anything.
@@ -151,7 +150,7 @@ def wire_bytes(*, quiet: bool = False) -> int | None:
             with socket.socket(fileno=os.dup(int(number))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:
-            continue  # another kind of socket, or closed meanwhile
+            continue  # not a TCP socket, or closed meanwhile
         if known := len(info) >= SENT.size:
             sent, again = SENT.unpack_from(info)
             total += sent - again
@@ -173,7 +172,7 @@ def _bytes(argument) -> int:
 
 
 def _group_size(args) -> int:
-    """Ranks in the group that an operator was given: a process group in a box, or, if functional, a group's name."""
+    """Ranks in the group that an operator was given: a boxed process group, or a group's name if it is functional."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument).size()

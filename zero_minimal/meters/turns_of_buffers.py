@@ -1,6 +1,6 @@
-"""Turns of buffers: when which buffer is read into, worked on and written, as shards pass through them (read_ahead.py).
+"""Turns of buffers: when each buffer is read into, worked on and written, as shards pass through them (read_ahead.py).
 
-The file is a slow one without a disk, so that what a picture shows depends on the order and not on the machine.
+The file is a slow one in memory, so that a picture depends on the order of work and not on the machine.
 """
 
 import time
@@ -15,7 +15,7 @@ SHARD = 250_000  # elements, fp32: a megabyte
 
 @dataclass(frozen=True)
 class Turn:
-    """What was done with a shard in a buffer: "read", "work" or "write"; seconds since the first began."""
+    """What was done with a shard in a buffer: "read", "work" or "write"; in seconds since the first turn began."""
 
     what: str
     shard: int
@@ -25,11 +25,11 @@ class Turn:
 
 
 class SlowFile:
-    """A file in memory that moves `speed` bytes a second, and notes what it does."""
+    """A file in memory that moves `speed` bytes a second, and records its reads and writes."""
 
     def __init__(self, size: int, speed: float):
         self.bytes, self.speed = torch.zeros(size, dtype=torch.uint8), speed
-        self.moved: list[tuple] = []  # what, first byte, where the memory begins, start, end
+        self.moved: list[tuple] = []  # what, first byte, memory address, start, end
 
     def read(self, begin: int, memory: torch.Tensor) -> None:
         self._move("read", begin, memory)
@@ -47,9 +47,9 @@ class SlowFile:
 
 
 def watched_turns(kind: type, shards: int, work: float, speed: float = 100e6) -> list[Turn]:
-    """Let so many shards of a megabyte pass through the buffers of a ReadAhead, `work` seconds each.
+    """Pass `shards` shards of a megabyte through the buffers of a ReadAhead; work on each for `work` seconds.
 
-    kind: the class; a learner's, perhaps. speed: of the file, bytes a second each way.
+    kind: the class, which may be a learner's. speed: of the file, bytes a second each way.
     """
     stretches, size = [], 0
     for _ in range(shards):

@@ -1,13 +1,13 @@
-"""Unit trace: which units of a stage 3 are whole, on their way or a shard at each turn of a step, and what that takes.
+"""Unit trace: which units of a stage 3 are whole, being gathered or a shard at each turn of a step, and their bytes.
 
     with Conveyor(zero) as belt:
         zero.model(x, y).backward()
         zero.step()
     belt.record["bytes"]    # of whole parameters, at each turn and at the end
 
-The clock is the turns of the units, not time: so any machine sees the same. A turn is looked at when its unit has
-arrived and the next one is on its way. What is counted are storages, as the ledger sees them: one that somebody has
-forgotten to free counts until it is gone.
+The clock counts turns of units, not time: so every machine records the same. A turn is recorded when its unit has
+arrived and the next one is being gathered. Storages are counted, as the ledger sees them: one that the code forgot to
+free counts until it is gone.
 """
 
 import torch
@@ -21,10 +21,10 @@ from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.owners import OF_A_BUCKET
 
 STATES = (
-    "shard",  # this rank's part, and nothing else
+    "shard",  # only this rank's part
     "coming",  # an all-gather fills its memory
     "whole",  # its parameters can be read
-    "idle",  # it has memory, and nobody can read it
+    "idle",  # it has memory that cannot be read
 )
 
 
@@ -33,9 +33,8 @@ class Conveyor(Events):
 
     record: {"units": names, the root first, "whole": [unit] bytes of it, "ranks": how many share it, "turns": [moment]
     of ["forward" | "backward" | "evaluation" | "end", number of the unit at work or None], "states": [unit][moment] of
-    STATES, "reducing": [moment] number of the unit whose gradients are on their way or None, "bytes": [moment] of
-    parameters, this rank's shards apart}. The last moment is the end of the watching, if
-    no error ends it.
+    STATES, "reducing": [moment] number of the unit whose gradients are being reduced or None, "bytes": [moment] of
+    parameters, without this rank's shards}. The last moment is the end of the recording, unless an error ends it.
     """
 
     def __init__(self, zero):
@@ -61,7 +60,7 @@ class Conveyor(Events):
         with self._undo:
             if not error[0]:
                 self._look("end", None)
-            else:  # a stage that is half written has left something under way: it would meet later messages
+            else:  # an unfinished stage's pending collectives would mix with later messages
                 for pending in [pending for unit in self.units for pending in unit.gathering]:
                     pending.wait()
 
@@ -78,7 +77,7 @@ class Conveyor(Events):
         self._look("backward" if self.zero.reducer.running else forward, self.units.index(unit))
 
     def _look(self, phase: str, at_work: int | None) -> None:
-        # of buckets of somebody's own kind the ledger takes shards for the optimizer's
+        # the ledger counts shards of an unknown bucket class as optimizer state
         shards = [bucket.parameter_shard for bucket in self.buckets] if self._known else []
         reducing = getattr(getattr(self.zero, "reducing", None), "bucket", None)
         self.record["turns"].append([phase, at_work])
@@ -97,4 +96,4 @@ class Conveyor(Events):
             return "coming"
         if not any(whole.untyped_storage().nbytes() for whole in wholes):
             return "shard"
-        return "idle" if self._known else "coming"  # by collectives that are not ours
+        return "idle" if self._known else "coming"  # through collectives that are not ours

@@ -1,11 +1,10 @@
-"""Writer trace: which elements of the parameters a rank writes in step(), before the others send theirs.
+"""Writer trace: which elements of the parameters a rank writes in step(), before it receives the others'.
 
     with Written(zero) as written:
         zero.step()
     written.masks       # for each parameter, in the order of the model: True where this rank wrote, in its shape
 
-A stage gathers bucket after bucket. When this rank begins to gather one, what has changed in it is its own
-work.
+A stage gathers bucket after bucket. When this rank begins to gather one, it has itself made all changes in it.
 """
 
 import torch
@@ -16,8 +15,8 @@ from zero_minimal.meters.events import Events
 
 
 class Written(Events):
-    """Watches one step() of a stage whose parameters lie whole in zero.buckets, in the order in which it gathers them.
-    A stage that gathers nothing has written all that has changed."""
+    """Watches one step() of a stage whose whole parameters are in zero.buckets, in the order in which it gathers them.
+    A stage that gathers nothing has itself written all changes."""
 
     def __init__(self, zero):
         super().__init__()

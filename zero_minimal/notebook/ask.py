@@ -1,10 +1,10 @@
-"""Ask: a question before a measurement. The learner writes a number for the three dots, and what is measured answers.
+"""Ask: a question before a measurement. The learner replaces the three dots by a number, which the result answers.
 
     guess = notebook.ask("MB of gradients on rank 0?", ..., unit="MB")      in a cell of its own
-    guess.compare(9.64, {19.3: "all of them: that is stage 1"})             in a later cell, which has measured it
+    guess.compare(9.64, {19.3: "all of them: that is stage 1"})             in a later cell, after the measurement
 
-A question without an answer is an error, so that "Run All" stops there. Who only reads sets ZERO_READING=1.
-Guesses are kept in the learner's record (programs/record.py), if the notebook has said whose lesson it is.
+A question without an answer is an error, so that "Run All" stops there. To only read a notebook, set ZERO_READING=1.
+Guesses are kept in the learner's record (programs/record.py), if the notebook has named its lesson.
 """
 
 import contextlib
@@ -16,24 +16,24 @@ from dataclasses import dataclass
 from zero_minimal.notebook.errors import Told
 from zero_minimal.programs import record
 
-NEAR = 0.02  # a guess that is no farther from a number than this share of it is taken for that number
+NEAR = 0.02  # a guess within this share of a number counts as that number
 UNANSWERED = "Your guess comes first: write a number in place of the three dots, and run this cell again."
 
-_lesson = ""  # for the record: which lesson the questions are of
+_lesson = ""  # for the record: the lesson of the questions
 
 
 class NoGuess(Told):
-    """A question has no answer yet, or one that is no number."""
+    """A question has no answer yet, or one that is not a number."""
 
 
 def begin(lesson: str) -> None:
-    """The questions to come are of this lesson, "" if of none."""
+    """Later questions belong to this lesson; "": to none."""
     global _lesson
     _lesson = lesson
 
 
 def ask(question: str, *answer: float, unit: str = "") -> "Guess":
-    """The learner's guess: the number that stands for the three dots in `ask("How many MB?", ..., unit="MB")`.
+    """The learner's guess: the number that replaces the three dots in `ask("How many MB?", ..., unit="MB")`.
 
     Raises: NoGuess if the dots are still there, and ZERO_READING is not set; or if it is not one finite number.
     """
@@ -60,18 +60,18 @@ def _number(given: list) -> float:
 
 @dataclass(frozen=True)
 class Guess:
-    """What was guessed before a run; None if somebody only reads."""
+    """A guess made before a run; its value is None for a reader who does not guess."""
 
     question: str
     value: float | None
     unit: str = ""
 
     def compare(self, measured: float, known: Mapping[float, str] | None = None, within: float = NEAR) -> None:
-        """Print what was measured, how far the guess was, and the thought behind it if it is a known wrong one.
+        """Print the measurement, how far off the guess was, and the reasoning behind it if it is a known wrong one.
 
         Args:
             measured: in the guess's unit.
-            known: {a wrong answer that many give: the thought that leads there}.
+            known: {a common wrong answer: the reasoning that leads to it}.
             within: the share of a number by which a guess may differ from it; 0: it must be exact.
         """
         measured = float(measured)
@@ -87,7 +87,7 @@ class Guess:
         print(f"measured: {self._words(measured)}. You said {self._words(self.value)}{far}.")
         if caught:
             print(f"{self._words(wrong)} would be: {thoughts[wrong]}.")
-        with contextlib.suppress(Exception):  # a record that cannot be kept stops nobody
+        with contextlib.suppress(Exception):  # a record that cannot be written must not stop a cell
             if _lesson:
                 record.add_guess(_lesson, self.question, self.value, measured, unit=self.unit)
 
@@ -100,7 +100,7 @@ def _near(one: float, other: float, within: float) -> bool:
 
 
 def _digits(value: float) -> str:
-    """Whole numbers whole, others with four digits."""
+    """Whole numbers in full, others with four digits."""
     if value == round(value) and abs(value) < 1e15:
         return f"{value:,.0f}"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"

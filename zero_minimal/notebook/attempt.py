@@ -1,13 +1,11 @@
-"""Attempt: the learner's own assignment.py as a module, so that a notebook draws what it does. Here, or on a rank.
+"""Attempt: loads the learner's own assignment.py as a module, in the notebook or on a rank, so that it can be drawn.
 
     mine = attempt.load("03_gradients")
-    with attempt.as_far_as_written():       a function that is not written yet ends what is inside, and no more
-        mine.Stage2(...)
-    with attempt.if_there():                so does what a teacher has taken out of this copy of the course
-        ring.reduce_scatter(...)
-    print(attempt.next_step(mine))          what is not written yet
+    with attempt.as_far_as_written():       an unwritten function ends only this block mine.Stage2(...)
+    with attempt.if_there():                so does a module that a teacher withholds ring.reduce_scatter(...)
+    print(attempt.next_step(mine))          which functions are not written yet
 
-ZERO_ATTEMPT=FILE names another file. Ranks have the environment that the notebook had when it started them.
+ZERO_ATTEMPT=FILE names another file. Ranks inherit the notebook's environment when they are started.
 """
 
 import ast
@@ -30,18 +28,18 @@ from zero_minimal.notebook.errors import NotHere, Told
 HOUSE = Path(__file__).parents[2]  # the checkout
 NAME = "assignment"  # of the module
 STEP = re.compile(r"(?:step|card) (\d+): ")  # how the starter's errors begin
-QUIET = re.compile(r"^ *\.\.\.  # until (step \d+) ")  # and what stands in their place where nothing is raised
+QUIET = re.compile(r"^ *\.\.\.  # until (step \d+) ")  # what replaces them in quiet functions
 AGAIN = "Mend it, save the file, and run this cell again."
 
-files: set[str] = set()  # those that were loaded: what stands in one is told by its line (stack_inspection.py)
+files: set[str] = set()  # loaded files, whose lines messages name (stack_inspection.py)
 
 
 class Unreadable(Told):
-    """The learner's file is not there, or cannot be run."""
+    """The learner's file is missing, or cannot be run."""
 
 
 def load(lesson: str) -> ModuleType:
-    """The learner's file, run anew, and with it the Python files beside it that it imports.
+    """Run the learner's file again, and the Python files in its folder that it imports.
 
     Raises: Unreadable, with file and line, if that fails.
     """
@@ -53,18 +51,18 @@ def load(lesson: str) -> ModuleType:
     except (SyntaxError, UnicodeDecodeError) as error:
         raise Unreadable(f"{shown(file)} is not text in UTF-8 ({error}). {AGAIN}") from None
     _forget_those_beside(file)
-    module = sys.modules[NAME] = ModuleType(NAME)  # there, since dataclasses and pickle look for it
+    module = sys.modules[NAME] = ModuleType(NAME)  # dataclasses and pickle look for it there
     module.__file__ = str(file)
-    linecache.cache[str(file)] = len(source), None, source.splitlines(True), str(file)  # as it is now, for messages
+    linecache.cache[str(file)] = len(source), None, source.splitlines(True), str(file)  # its current text, for messages
     files.add(str(file))
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # two changes within a second look alike there
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # it misses changes within a second
     try:
         exec(compile(source, str(file), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         raise Unreadable(f"{_where(error, file)}. {AGAIN}") from None
     finally:
         sys.dont_write_bytecode = before
-    cloudpickle.register_pickle_by_value(module)  # what a rank's host is sent of it: another process has no such module
+    cloudpickle.register_pickle_by_value(module)  # for objects sent to a rank's host: its process lacks this module
     return module
 
 
@@ -75,30 +73,30 @@ def file_of(lesson: str) -> Path:
 
 
 def shown(file: Path) -> str:
-    """A file's name in a message: from the top of the checkout, if it lies there."""
+    """A file's name in a message: relative to the checkout, if it is inside."""
     return str(file.relative_to(HOUSE)) if file.is_relative_to(HOUSE) else str(file)
 
 
 @contextlib.contextmanager
 def as_far_as_written() -> Iterator[None]:
-    """Context that ends, and says nothing, where the starter's "not written yet" does, here or on a rank's host."""
+    """A context that the starter's "not written yet" error ends silently, here or on a rank's host."""
     try:
         yield
-    except RuntimeError as error:  # of which NotImplementedError is one
+    except RuntimeError as error:  # NotImplementedError is a subclass
         on_host = "NotImplementedError: step " in str(error)
-        if not on_host and not (isinstance(error, NotImplementedError) and STEP.match(str(error))):  # not the starter's
+        if not on_host and not (isinstance(error, NotImplementedError) and STEP.match(str(error))):  # another error
             raise
 
 
 @contextlib.contextmanager
 def if_there() -> Iterator[None]:
-    """Context that ends, and says nothing, where something is asked for that a teacher withholds."""
+    """A context that ends silently at the use of a module that a teacher withholds."""
     with contextlib.suppress(NotHere):
         yield
 
 
 def next_step(module: ModuleType) -> str:
-    """In a line, which functions of a loaded file are not written yet, and what to do."""
+    """One line: which functions of a loaded file are not written yet, and what to do."""
     missing = _unwritten("".join(linecache.getlines(module.__file__)))
     if not missing:
         return "All of it is written. Whether it is right, the grader says."
@@ -108,21 +106,21 @@ def next_step(module: ModuleType) -> str:
 
 
 def _unwritten(source: str) -> list[str]:
-    """What the starter's errors say that are left in a file, in the order of the steps: "step 1: exchange"."""
+    """The texts of the starter's errors left in a file, in the order of the steps: "step 1: exchange"."""
     tree, lines = ast.parse(source), source.splitlines()
     raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
     words = [ast.literal_eval(error.args[0]) for error in raised
              if isinstance(error, ast.Call) and ast.unparse(error.func) == "NotImplementedError"
              and error.args and isinstance(error.args[0], ast.Constant)]
     steps = [word for word in words if isinstance(word, str) and STEP.match(word)]
-    for node in ast.walk(tree):  # what does nothing until it is written: `...`, and the step beside it
+    for node in ast.walk(tree):  # quiet functions: `...` with the step in a comment
         if isinstance(node, ast.FunctionDef) and (quiet := QUIET.search(lines[node.body[-1].lineno - 1])):
             steps.append(f"{quiet[1]}: {node.name}")
     return sorted(steps, key=lambda word: int(STEP.match(word)[1]))
 
 
 def _forget_those_beside(file: Path) -> None:
-    """What the file imports from its own folder is imported anew, too."""
+    """Make the file's imports from its own folder run again, too."""
     folder = str(file.parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -134,7 +132,7 @@ def _forget_those_beside(file: Path) -> None:
 
 
 def _where(error: BaseException, file: Path) -> str:
-    """File, line, and what is wrong there."""
+    """File, line, and the error there."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{shown(Path(error.filename))}, line {error.lineno}: {error.msg}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]

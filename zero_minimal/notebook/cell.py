@@ -1,4 +1,4 @@
-"""Cell: code that runs on every rank of a notebook, watched until all are through or stuck."""
+"""Cell: code that runs on every rank of a notebook, watched until all ranks finish or are stuck."""
 
 import contextlib
 import itertools
@@ -16,11 +16,11 @@ from zero_minimal.notebook import rank as notebook_rank
 from zero_minimal.notebook.errors import NotHere, Told
 from zero_minimal.notebook.screen import Screen, stand
 
-PATIENCE = 5.0  # seconds in which all ranks wait for each other, until a cell counts as stuck
+PATIENCE = 5.0  # seconds of all ranks waiting for each other after which a cell counts as stuck
 LOOK_EVERY = 0.25  # seconds
 ANSWER_WITHIN = 1.0  # seconds: a rank may be deep in C code
-IDLE = 0.05  # of a processor: what a rank may take that waits, for heartbeats and for messages that come in
-GRACE = 5.0  # seconds in which a rank must let go of a cell, once its connections are cut and it is interrupted
+IDLE = 0.05  # share of a processor that a waiting rank may use, for heartbeats and incoming messages
+GRACE = 5.0  # seconds in which a rank must leave a cell after its connections are cut and it is interrupted
 
 _numbers = itertools.count()  # of the files that ranks print into
 
@@ -30,16 +30,16 @@ class CellError(Told):
 
 
 class Stillness:
-    """How long all ranks have waited for each other: each stood in the same wait whenever it was asked, and its process
+    """Measures how long all ranks have waited for each other: each was in the same wait at every look, and its process
     did not compute."""
 
     def __init__(self):
-        self.begin, self.since = {}, time.monotonic()  # where the ranks stood when it began, and when that was
+        self.begin, self.since = {}, time.monotonic()  # where the ranks were at its start, and the time
 
     def seconds(self, positions: dict[int, dict], ranks: list[int]) -> float:
-        """As of now. positions: where those of these ranks stand that have answered."""
+        """Seconds until now. positions: where each of these ranks that answered is."""
         now = time.monotonic()
-        allowed = IDLE * (1 + now - self.since)  # grows with time: heartbeats add up
+        allowed = IDLE * (1 + now - self.since)  # grows with time, as heartbeats add up
         if positions.keys() != self.begin.keys() or any(
             position["stack"] != self.begin[rank]["stack"] or position["worked"] - self.begin[rank]["worked"] > allowed
             for rank, position in positions.items()
@@ -51,14 +51,14 @@ class Stillness:
 
 
 class Cell:
-    """A %%px cell under way.
+    """A running %%px cell.
 
     Args:
-        client: ipyparallel's, connected to the ranks.
-        folder: where a rank listens (RANK.socket).
-        processes: of the ranks.
-        code, name: what to run, and the file name it goes by in tracebacks.
-        value: the code is an expression, whose value on each rank is wanted.
+        client: an ipyparallel client, connected to the ranks.
+        folder: holds the sockets of the ranks (RANK.socket).
+        processes: those of the ranks.
+        code, name: the code to run, and its file name in tracebacks.
+        value: the code is an expression, and its value on each rank is returned.
     """
 
     def __init__(self, client, folder: Path, processes: list[BaseProcess], code: str, name: str, value: bool = False):
@@ -67,16 +67,16 @@ class Cell:
         self.printed = [printed.Printed(file) for file in files]
         self.answers = [client[rank].apply_async(notebook_rank.run_cell, code, name, files[rank], value)
                         for rank in self.everybody]
-        self.positions: dict[int, dict] = {}  # where each rank stood when it was last heard of
-        self.stuck: dict[int, dict] = {}  # where each rank stood, when all waited for each other
-        self.waited = 0.0  # seconds, before that was said
-        self.lost: dict[int, str] = {}  # ranks that ended, or could not be woken, and how
+        self.positions: dict[int, dict] = {}  # where each rank was when it last answered
+        self.stuck: dict[int, dict] = {}  # where each rank was when all waited for each other
+        self.waited = 0.0  # seconds of waiting before the cell counted as stuck
+        self.lost: dict[int, str] = {}  # ranks that ended or could not be interrupted, and how
         self.interrupted = False
         self.cut_at: float | None = None
 
     def wait(self, patience: float, screen: Screen | None = None) -> None:
-        """Until every rank is through. Whoever waits for a rank that failed, or for one that waits too, is woken. The
-        screen, if there is one, shows meanwhile what the ranks print and where they stand."""
+        """Wait until every rank has finished. Ranks that wait for a failed or waiting rank are interrupted. Meanwhile
+        the screen, if any, shows what the ranks print and where they are."""
         stillness = Stillness()
         while self._open():
             try:
@@ -102,22 +102,22 @@ class Cell:
         self.read()
 
     def read(self) -> None:
-        """Take what the ranks have printed."""
+        """Read what the ranks have printed."""
         for rank in self.printed:
             rank.read()
 
     def _open(self) -> list[int]:
-        """The ranks that are not through, and can still be."""
+        """The ranks that have not finished, and still can."""
         return [rank for rank in self.everybody if rank not in self.lost and not self.answers[rank].ready()]
 
     def _pause(self) -> None:
-        """A moment, or less if all ranks are through."""
+        """Sleep briefly, or less if all ranks finish."""
         end = time.monotonic() + LOOK_EVERY
         while time.monotonic() < end and self._open():
             time.sleep(0.005)
 
     def _ask(self, ranks: list[int], request: str) -> dict[int, dict]:
-        """Where these ranks stand, those that answer: {rank: see standing.here}. One that has ended is lost."""
+        """Where these ranks are: {rank: see stack_inspection.here}, if they answer. A rank that has ended is lost."""
         lines, positions = {}, {}
         for rank in ranks:
             if (code := self.processes[rank].exitcode) is not None:
@@ -137,7 +137,7 @@ class Cell:
         return positions
 
     def _cut(self) -> None:
-        """End what the ranks do: waiting for messages by an error, all else by an interrupt."""
+        """Stop the ranks: waits for messages by an error, all else by an interrupt."""
         self.cut_at = time.monotonic()
         self._ask(self._open(), "cut")
         self._pause()
@@ -146,46 +146,46 @@ class Cell:
     # --------------------------------------------------------------------------------------------------------- telling
 
     def failures(self) -> dict[int, dict]:
-        """{rank: how it failed}, of those that have."""
+        """{rank: how it failed}, for the ranks that failed."""
         told = {rank: self._told(rank)[1] for rank in self.everybody}
         return {rank: failure for rank, failure in told.items() if failure}
 
     def _told(self, rank: int) -> tuple[bytes, dict | None, tuple[int, int]]:
-        """What a rank has answered: see rank.run_cell."""
+        """A rank's answer: see rank.run_cell."""
         answer = self.answers[rank]
         if rank in self.lost or not answer.ready():
             return b"", None, (0, 0)
         try:
             return answer.get()
-        except ipyparallel.error.IPythonError as error:  # an interrupt that came too late for the cell
+        except ipyparallel.error.IPythonError as error:  # an interrupt that arrived after the cell
             failure = {"kind": type(error).__name__, "message": str(error), "traceback": str(error), "lost": True,
                        "line": None, "source": "", "earlier": False, "inside": "", "attempt": "", "in_a_stage": True,
                        "told": False}
             return b"", failure, (0, 0)
 
     def left_half_done(self) -> bool:
-        """Whether stages may have been in the middle of their work (see recovery.py)."""
+        """Whether stages may have been stopped in the middle of their work (see recovery.py)."""
         counts = {count for rank in self.everybody for count in self._told(rank)[2]}
         return len(counts) > 1 or any(failure["in_a_stage"] for failure in self.failures().values())
 
     def in_an_attempt(self) -> bool:
-        """Whether what failed, or waited, stands in the learner's own file, or is that this cannot be run."""
+        """Whether the failure or the wait is in the learner's own file, or that file cannot be run."""
         places = [*self.failures().values(), *self.stuck.values()]
         return any(place["attempt"] or place.get("told") for place in places)
 
     def asked_for_what_is_withheld(self) -> bool:
-        """Whether nothing failed but that this copy of the course does not have what the cell needs."""
+        """Whether the only failure is that a teacher withholds a module that the cell needs."""
         return {failure["kind"] for failure in self.failures().values()} == {NotHere.__name__}
 
     def values(self) -> list:
-        """The expression's value on each rank. Raises: CellError if it needs what only the ranks have."""
+        """The expression's value on each rank. Raises: CellError if it cannot be unpickled here."""
         try:
             return [pickle.loads(self._told(rank)[0]) for rank in self.everybody]
         except Exception as error:
             raise CellError(f"what the ranks sent cannot be read here: {type(error).__name__}: {error}") from None
 
     def in_one_line(self, failures: dict[int, dict]) -> str:
-        """Of an expression: where it failed, and why."""
+        """For an expression: where it failed, and why."""
         own = {rank: failure for rank, failure in failures.items() if not failure["lost"]}
         why = {rank: _why(failure) for rank, failure in (own or failures).items()}
         first = next(iter(why.values()))
@@ -207,7 +207,7 @@ class Cell:
         for rank, failure in (own or others).items():
             lines += [f"rank {rank} failed: {_why(failure)}", *stand({rank: failure})]
         same = {(failure["kind"], failure["message"], failure["line"]) for failure in own.values()}
-        if {failure["kind"] for failure in own.values()} == {"Mismatch"}:  # it is about several ranks: said once
+        if {failure["kind"] for failure in own.values()} == {"Mismatch"}:  # the error names all ranks: once
             lines = [lines[0].partition("Mismatch: ")[2], *stand(own)]
         elif len(same) == 1 and len(own) == len(self.everybody) > 1:
             lines = [lines[0].replace("rank 0", "all ranks"), lines[1].replace("rank 0", "all ranks")]
@@ -226,5 +226,5 @@ class Cell:
 
 
 def _why(failure: dict) -> str:
-    """The error in a line. One that was written for the reader needs no name."""
+    """The error in one line. An error that was written for the reader needs no class name."""
     return failure["message"] if failure["told"] else f"{failure['kind']}: {failure['message']}"

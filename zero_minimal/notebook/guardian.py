@@ -1,10 +1,10 @@
-"""Guardian: ipyparallel's controller, between a notebook and its ranks. It outlives the notebook just long enough to
+"""Guardian: ipyparallel's controller, between a notebook and its ranks. It outlives the notebook only long enough to
 end them.
 
     notebook's kernel ── the server that ranks are forked from ──► the controller, and one engine a rank
 
-The kernel may end in any way: closed, restarted, killed. The controller sees it, and kills its process group, in which
-all the ranks are, and what they have started.
+The kernel may be closed, restarted or killed. The controller notices, and kills its process group, which contains all
+ranks and the processes that they have started.
 """
 
 import multiprocessing
@@ -20,10 +20,10 @@ from multiprocessing import connection
 
 
 def process(function: Callable, folder: str, group: int, *args) -> None:
-    """What a process of a notebook's does: function(folder, *args), in the controller's group; 0: it leads one. What it
-    prints, and why it could not, goes into log.txt: the notebook shows it."""
-    warnings.simplefilter("ignore", DeprecationWarning)  # ipyparallel has some, and -W error gets here, too
-    multiprocessing.set_start_method(None, force=True)  # our server is not for what a cell starts: data loaders
+    """Run function(folder, *args) as a process of a notebook, in the process group `group`; 0: as leader of a new one.
+    Its output and errors go into log.txt, which the notebook shows."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # ipyparallel raises some, and -W error applies here, too
+    multiprocessing.set_start_method(None, force=True)  # a cell's processes (data loaders) must not use our server
     log = os.open(f"{folder}/log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
         os.dup2(file, number)
@@ -41,7 +41,7 @@ def process(function: Callable, folder: str, group: int, *args) -> None:
 def _entered(group: int) -> bool:
     try:
         os.setpgid(0, group)
-    except PermissionError:  # the controller does not lead it yet
+    except PermissionError:  # the controller does not lead its group yet
         return False
     return True
 
@@ -57,7 +57,7 @@ def controller(folder: str) -> None:
 
 
 def _end_all(folder: str) -> None:
-    """Once the kernel is gone."""
+    """End all processes once the kernel is gone."""
     connection.wait([multiprocessing.parent_process().sentinel])
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)  # ourselves included

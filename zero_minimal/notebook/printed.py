@@ -1,7 +1,7 @@
-"""Printed: what ranks print and draw. It travels through files, so that the notebook sees it while the cell still runs.
+"""Printed: what ranks print and draw. It goes through files, so that the notebook sees it while the cell still runs.
 
     a rank       with printed.into(file, shell): …     each piece is appended, as a line of JSON
-    notebook     Printed(file).read()                  whatever has come since
+    notebook     Printed(file).read()                  all new pieces
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from IPython import get_ipython
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.pylabtools import print_figure
 
-LIMIT = 500_000  # characters of a rank and a cell: a loop that prints for ever shall not fill the disk
-DPI = 90  # of pictures
+LIMIT = 500_000  # characters per rank and cell: an endless loop of prints must not fill the disk
+DPI = 90  # resolution of pictures
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 # ------------------------------------------------------------------------------------------------------------ on a rank
@@ -26,9 +26,9 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 @contextlib.contextmanager
 def into(file: Path, shell) -> Iterator[None]:
-    """Context in which what is printed or displayed goes to the file; open pyplot figures too, in the end."""
+    """A context in which prints and displays go to the file; at its end, open pyplot figures, too."""
     _pages.turn(file)
-    draw = functools.partial(print_figure, fmt="png", base64=True, dpi=DPI)  # by name: nobody need import matplotlib
+    draw = functools.partial(print_figure, fmt="png", base64=True, dpi=DPI)  # by name, without importing matplotlib
     shell.display_formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", draw)
     before, shell.display_pub = shell.display_pub, _Display(_pages)
     try:
@@ -39,7 +39,7 @@ def into(file: Path, shell) -> Iterator[None]:
 
 
 def bars_as_text() -> None:
-    """Let tqdm.auto and tqdm.notebook draw with letters: widgets need a front end, and a rank has none."""
+    """Let tqdm.auto and tqdm.notebook draw text: widgets need a front end, which a rank does not have."""
     with contextlib.suppress(ImportError):
         import tqdm.std
 
@@ -47,7 +47,7 @@ def bars_as_text() -> None:
 
 
 def show_value(value, shell) -> None:
-    """The value of a cell's last line: as a picture if it is one, else as text."""
+    """Show the value of a cell's last line: as a picture if it is one, otherwise as text."""
     data, _ = shell.display_formatter.format(value, include={"image/png"})
     if "image/png" in data:
         shell.display_pub.publish(data | {"text/plain": repr(value)})
@@ -67,7 +67,7 @@ def show_figures() -> None:
 
 
 class _Pages(io.TextIOBase):
-    """A rank's stdout and stderr. The same in all cells: a progress bar or a thread may outlive its own."""
+    """A rank's stdout and stderr. All cells share it: a progress bar or a thread may outlive its cell."""
 
     encoding = "utf-8"
 
@@ -75,7 +75,7 @@ class _Pages(io.TextIOBase):
         self.file, self.left = None, LIMIT
 
     def turn(self, file: Path) -> None:
-        """From now on into this file."""
+        """Write into this file from now on."""
         if self.file:
             self.file.close()
         self.file, self.left = open(file, "a", buffering=1), LIMIT
@@ -97,7 +97,7 @@ _pages = _Pages()
 
 
 class _Display(DisplayPublisher):
-    """What display() calls on a rank."""
+    """The publisher that display() calls on a rank."""
 
     def __init__(self, pages: _Pages):
         super().__init__()
@@ -127,11 +127,11 @@ class Printed:
         self.pieces: list[list[str]] = []  # ["text", words] or ["picture", png as base64, words]
 
     def read(self) -> None:
-        """Take what has come since."""
+        """Read what is new."""
         with contextlib.suppress(FileNotFoundError), open(self.file, "rb") as file:
             file.seek(self.read_to)
             come = file.read()
-            come = come[: come.rfind(b"\n") + 1]  # the rest of a line is still being written
+            come = come[: come.rfind(b"\n") + 1]  # a partial line is still being written
             self.read_to += len(come)
             for line in come.splitlines():
                 piece = json.loads(line)
@@ -143,13 +143,13 @@ class Printed:
                     self.pieces.append(piece)
 
     def lines(self) -> list[str]:
-        """As text; of a picture its words."""
+        """All pieces as text; a picture's text instead of the picture."""
         return [line for kind, *content in self.pieces
                 for line in (on_screen(content[0]) if kind == "text" else content[-1:])]
 
 
 def show(everybody: list[Printed]) -> bool:
-    """Print what all ranks have printed: once, where it is the same on all of them. Returns whether it was anything."""
+    """Print what all ranks have printed: once, if it is the same on all of them. Returns whether there was anything."""
     contents = [printed.pieces for printed in everybody]
     alike = len(contents) > 1 and all(content == contents[0] for content in contents)
     named = {"all ranks": contents[0]} if alike else {f"rank {rank}": pieces for rank, pieces in enumerate(contents)}
@@ -165,7 +165,7 @@ def show(everybody: list[Printed]) -> bool:
 
 
 def beside(name: str, lines: list[str]) -> list[str]:
-    """The lines of this rank, or of all."""
+    """These lines, with the rank's name, or that of all ranks."""
     return [f"{name} │ {line}" for line in lines]
 
 
@@ -175,7 +175,7 @@ def _print_beside(name: str, lines: list[str]) -> None:
 
 
 def on_screen(text: str) -> list[str]:
-    """The lines that a screen would show: a progress bar writes over itself, with \\r and with steps upward."""
+    """The lines that a screen would show: a progress bar overwrites itself, with \\r and by moving up."""
     lines, row, column = [""], 0, 0
     for part in re.split(r"(\n|\r|\x1b\[A)", text):
         if part == "\n":

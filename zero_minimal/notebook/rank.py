@@ -1,8 +1,8 @@
-"""A rank of a notebook: an engine of ipyparallel that has joined a process group, and runs the cells marked %%px.
+"""A rank of a notebook: an ipyparallel engine that has joined a process group, and runs the cells marked %%px.
 
-Its main thread runs cells. While that waits in a collective it hears nothing; so a second thread answers when the
-notebook asks where the rank stands. On request it cuts the connections to the other ranks, so that what waits fails,
-and interrupts what else the main thread does.
+Its main thread runs cells, and cannot answer while it waits in a collective; so a second thread answers when the
+notebook asks where the rank is. On request it cuts the connections to the other ranks, so that waits fail, or
+interrupts the main thread.
 """
 
 import ast
@@ -31,22 +31,22 @@ from zero_minimal.notebook.errors import Told, Withheld
 from zero_minimal.offloading import host_process
 from zero_minimal.processes import interrupts, ranks
 
-HOURS = 24 * 3600  # a group's own time limit: the notebook has a better one
+HOURS = 24 * 3600  # the process group's timeout: the notebook watches ranks itself
 
-names = {"torch": torch, "dist": dist, "collectives": collectives, "seams": seams}  # what every cell finds
+names = {"torch": torch, "dist": dist, "collectives": collectives, "seams": seams}  # in every cell's namespace
 try:
     from zero_minimal.core import ring
-except ImportError:  # a teacher may withhold it: it solves lesson 00
+except ImportError:  # a teacher may withhold ring.py: it solves lesson 00
     ring = Withheld("ring")
 names["ring"] = ring
 _here: dict = {}  # folder, rank, world_size, device
-_running: list[str] = []  # the cell that runs, if one does
-_changes = threading.Lock()  # of _running: a cell does not end while it is being cut or interrupted
+_running: list[str] = []  # the running cell, if any
+_changes = threading.Lock()  # to _running: a cell must not end while it is being cut or interrupted
 
 
 def main(folder: str, rank: int, world_size: int, device: str, environment: dict[str, str]) -> None:
     """Join the other ranks, then wait for cells."""
-    gc.freeze()  # what is imported is no garbage: the ledger need not look at it
+    gc.freeze()  # imported objects are not garbage: the ledger skips them
     interrupts.let_in()
     os.environ.update(environment)
     _here.update(folder=folder, rank=rank, world_size=world_size, device=device)
@@ -64,7 +64,7 @@ def main(folder: str, rank: int, world_size: int, device: str, environment: dict
 
 
 def join(attempt: int) -> None:
-    """Meet the others in a new process group, in place of the one that there may be."""
+    """Join the others in a new process group, which replaces an earlier one."""
     if dist.is_initialized():
         dist.destroy_process_group()
     rank, world_size = _here["rank"], _here["world_size"]
@@ -74,16 +74,16 @@ def join(attempt: int) -> None:
 
 
 def meet_again(attempt: int, half_done: bool) -> tuple[list[str], list[str]]:
-    """A new process group after a cell that failed. Returns names of what cannot be used any more (aftermath.close)."""
+    """Join a new process group after a failed cell. Returns names of unusable objects (recovery.close)."""
     closed = recovery.close(get_ipython().user_ns, half_done)
     recovery.forget()
     join(attempt)
-    gc.collect()  # the error has a stack that holds the old group, in a circle: its connections close now
+    gc.collect()  # the error's stack holds the old group in a reference cycle: close its connections now
     return closed
 
 
 def facts() -> tuple[str, str]:
-    """Device type and backend, for the line that the notebook shows."""
+    """Device type and backend, for the notebook's first line."""
     return names["device"].type, dist.get_backend()
 
 
@@ -91,10 +91,10 @@ def facts() -> tuple[str, str]:
 
 
 def run_cell(code: str, name: str, file: Path, value: bool = False) -> tuple[bytes, dict | None, tuple[int, int]]:
-    """Run a cell, under a file name of its own. What it prints goes to `file` (see printed.py).
+    """Run a cell under its own file name. Its output goes to `file` (see printed.py).
 
-    Returns: the value, pickled, if the code is an expression whose value is wanted; how it failed, if it did (see
-    `_failure`); the collectives that this rank has begun and ended (see recovery.py).
+    Returns: the pickled value, if `value` is True; the failure, or None (see `_failure`); the numbers of collectives
+    that this rank has begun and ended (see recovery.py).
     """
     answer, failure, shell = b"", None, get_ipython()
     stack_inspection.begin()
@@ -107,7 +107,7 @@ def run_cell(code: str, name: str, file: Path, value: bool = False) -> tuple[byt
                 answer = _pickled(eval(compile(code, name, "eval"), shell.user_ns))
             else:
                 _execute(code, name, shell)
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt
             failure = _failure(error, name)
         with _changes:
             _running.clear()
@@ -115,7 +115,7 @@ def run_cell(code: str, name: str, file: Path, value: bool = False) -> tuple[byt
 
 
 def _pickled(value) -> bytes:
-    """Classes and functions that were made in a cell travel along. Tensors as copies in host memory."""
+    """A value with the classes and functions of cells that it needs. Tensors are copied to host memory."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().clone()
     try:
@@ -127,7 +127,7 @@ def _pickled(value) -> bytes:
 
 
 def _execute(code: str, name: str, shell) -> None:
-    """Run it, and print the value of its last line if that is an expression, as a notebook does."""
+    """Run the code, and print the value of its last line if that is an expression, as a notebook does."""
     with stack_inspection.parsing:
         tree = ast.parse(code, name)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -163,7 +163,7 @@ def _answer() -> None:
         while True:
             with contextlib.suppress(OSError, EOFError), listener.accept() as caller:
                 request, cell = caller.recv()
-                with _changes:  # so that neither reaches what the main thread does after this cell
+                with _changes:  # neither may affect what the main thread does after this cell
                     if request == "cut" and cell in _running:
                         cut()
                     if request == "interrupt" and cell in _running:
@@ -172,11 +172,11 @@ def _answer() -> None:
 
 
 def cut() -> None:
-    """Close the connections to other ranks: whoever waits for a message, here or there, gets an error at once."""
+    """Close the connections to other ranks: every wait for a message on them, here or there, fails at once."""
     controller = Path(_here["folder"], "security", "ipcontroller-engine.json").read_text()
     ports = set(map(int, re.findall(r" (\d+),?$", controller, re.MULTILINE)))
     for number in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # listdir's own is closed by now
+        with contextlib.suppress(OSError):  # listdir's own descriptor is closed by now
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
             with socket.socket(fileno=os.dup(number)) as connection:

@@ -1,15 +1,15 @@
-"""Recovery: what a cell that failed leaves on a rank, and what of it can still be used.
+"""Recovery: what a failed cell leaves on a rank, and what can still be used.
 
-Tensors and models keep their values. Two kinds of objects do not go on as if nothing had happened:
+Tensors and models keep their values. Two kinds of objects can no longer be used:
 
-    stages     one that was in the middle of its work may be a step further on one rank than on another: training would
-               go on with parameters that differ, and say nothing. So it is closed: whatever is asked of it, or of its
-               model, is an error that says what to run again.
-    groups     those of dist.new_group, and what holds one (DDP, a mesh, a stage of such a group): they end with the
-               process group.
+    stages     a stage that was in the middle of its work may be a step further on one rank than on another: training
+               would silently continue with different parameters. So it is closed: any use of it, or of its model, is an
+               error that says what to run again.
+    groups     groups of dist.new_group, and objects that hold one (DDP, a mesh, a stage with such a group): they end
+               with the process group.
 
-A stage was in the middle of its work if the failure came from there on any rank, or if a collective was under way, or
-if one rank has been through more of them than another.
+A stage was in the middle of its work if the failure came from a stage on any rank, if a collective was under way, or if
+one rank has ended more collectives than another.
 """
 
 import gc
@@ -23,25 +23,25 @@ from zero_minimal.notebook.stack_inspection import PLUMBING, PROJECT
 WORDS = ("this stage cannot go on after a cell that failed, since its ranks may have come to different steps, or its "
          "group has ended: run again the cells that make the model and its stage")
 
-RING = f"{PROJECT}/core/ring.py"  # not imported: a teacher may withhold it
+RING = f"{PROJECT}/core/ring.py"  # not imported, as a teacher may withhold it
 
-ROOMS = "core", "guards", "processes", "extensions", "checkpoint", "offloading"  # of the package
-_exchanged = [0, 0]  # collectives begun and ended, since the ranks have met
+ROOMS = "core", "guards", "processes", "extensions", "checkpoint", "offloading"  # subpackages
+_exchanged = [0, 0]  # collectives begun and ended since the ranks met
 
 
 def hear(moment: str, call) -> None:
-    """Count this rank's collectives: a listener of the moment "collective"."""
+    """Count this rank's collectives, as a listener of "collective"."""
     if moment != "wait":
         _exchanged[moment == "end"] += 1
 
 
 def exchanged() -> tuple[int, int]:
-    """Collectives begun and ended, since the ranks have met."""
+    """The numbers of collectives begun and ended since the ranks met."""
     return tuple(_exchanged)
 
 
 def in_a_stage(trace: TracebackType | None) -> bool:
-    """Whether an error comes from a stage at its work, and not from one that is being made."""
+    """Whether an error comes from a stage at work, and not from its constructor."""
     frames = []
     while trace is not None:
         frames.append(trace.tb_frame)
@@ -61,7 +61,7 @@ def _makes(frame: FrameType) -> bool:
 
 
 def is_stage(value) -> bool:
-    """Whether this is a stage of ours or of an assignment: it trains a model that it holds."""
+    """Whether this is a stage, ours or an assignment's: an object that trains a model that it holds."""
     kind = type(value)
     return hasattr(kind, "step") and hasattr(kind, "zero_grad") and isinstance(_parts(value).get("model"), nn.Module)
 
@@ -71,20 +71,20 @@ def _parts(value) -> dict:
 
 
 class Closed:
-    """What a stage is after that."""
+    """The class of a closed stage."""
 
     def __repr__(self):
         return f"<{WORDS}>"
 
     def __getattribute__(self, name):
-        if name.startswith("__"):  # Python's own: it may be printed and deleted
+        if name.startswith("__"):  # Python's own: it can be printed and deleted
             return object.__getattribute__(self, name)
         raise RuntimeError(WORDS)
 
 
 def close(namespace: dict, half_done: bool) -> tuple[list[str], list[str]]:
-    """Close the stages of this rank, and their models: all if their work may be half done, else those with a group of
-    their own. Returns names in the cells' namespace: of what holds a group that ends, and of the other closed stages.
+    """Close this rank's stages and their models: all if their work may be half done, otherwise those with their own
+    group. Returns names in the cells' namespace: of objects that hold an ended group, and of other closed stages.
     """
 
     def refuse(*_):
@@ -100,7 +100,7 @@ def close(namespace: dict, half_done: bool) -> tuple[list[str], list[str]]:
 
 
 def _holds(value, kind: type) -> bool:
-    """Whether a value is of this kind, or is a container or an object that holds one."""
+    """Whether a value has this class, or is a container or an object that holds one."""
     if isinstance(value, kind):
         return True
     if isinstance(value, type) or type(value).__name__ == "module":
@@ -112,5 +112,5 @@ def _holds(value, kind: type) -> bool:
 
 
 def forget() -> None:
-    """The ranks meet anew."""
+    """Reset the counts when the ranks meet again."""
     _exchanged[:] = [0, 0]

@@ -1,11 +1,11 @@
-"""Sliders: the calculator of `plan` in a notebook. Move one, and see memory by stage, what fits, traffic and time.
+"""Sliders: the calculator of `plan` in a notebook. Move a slider to see memory by stage, what fits, traffic and time.
 
     from zero_minimal.notebook.slider_cell import sliders
     sliders()
-    sliders(parameters=1.5e9, data_parallel=8, device="A100-40GB")      where they stand at first
+    sliders(parameters=1.5e9, data_parallel=8, device="A100-40GB")      initial values
 
-Who only reads (ZERO_READING=1) gets the picture and the tables of where they stand: so does whoever looks at a
-notebook that was stored like this, since sliders need a kernel. lessons/10_whole_system/what-if.html needs none.
+With ZERO_READING=1, there are no sliders, only the picture and the tables of the initial values: a stored notebook
+shows these, since sliders need a kernel. lessons/10_whole_system/what-if.html needs none.
 """
 
 import html
@@ -23,7 +23,7 @@ from zero_minimal.pictures.plan_chart import draw_plan
 from zero_minimal.programs import report, what_if
 from zero_minimal.programs.plan import state_rows, step_rows, time_rows, verdict
 
-STOPS = {  # of what is slid: its name beside the slider, where it stops, and how a stop is written
+STOPS = {  # for each slider: its label, its stops, and how a stop is written
     "parameters": ("parameters Ψ", [int(size) for size in what_if.SIZES], count_text),
     "data_parallel": ("data-parallel N", [2**power for power in range(15)], "{:,}".format),
     "model_parallel": ("model-parallel M", what_if.SHARES, "{:,}".format),
@@ -32,7 +32,7 @@ STOPS = {  # of what is slid: its name beside the slider, where it stops, and ho
     "network": ("network", [125e6, 1.25e9, 3.125e9, 6.25e9, 12.5e9, 25e9, 50e9, 100e9],
                 lambda speed: f"{size_text(speed)}/s"),
 }
-CHOICES = {  # of what is chosen
+CHOICES = {  # for each choice
     "dtype": ("dtype", [(dtype, dtype) for dtype in BYTES]),
     "kept": ("kept", list(zip(("all activations", "checkpoints", "P_a (M > 1)", "P_a+cpu (M > 1)"), what_if.KEPT,
                               strict=True))),
@@ -42,10 +42,10 @@ CHOICES = {  # of what is chosen
 
 
 class Sliders:
-    """The sliders and what they say. Attributes: controls, {name: widget}; told, what `plan` says now (None: nothing).
+    """The sliders and their results. Attributes: controls, {name: widget}; told, the current result of `plan`, or None.
 
-    Args: start, where they stand at first, by the names of STOPS and CHOICES. Raises: ValueError for other names, and
-        for values at which they do not stop.
+    Args: start, the initial values, by the names of STOPS and CHOICES. Raises: ValueError for other names, and for
+        values that are not stops.
     """
 
     def __init__(self, **start):
@@ -70,7 +70,7 @@ class Sliders:
         self.update()
 
     def update(self) -> None:
-        """Calculate, and show what is said."""
+        """Calculate, and show the results."""
         try:
             self.told = what_if.asked(what_if.setting(**{name: one.value for name, one in self.controls.items()}))
         except ValueError as error:
@@ -83,7 +83,7 @@ class Sliders:
         self.update()
 
     def box(self) -> ipywidgets.Widget:
-        """All of it, in two columns where there is room."""
+        """All widgets, in two columns if there is room."""
         columns = ipywidgets.Layout(grid_template_columns="repeat(auto-fit, minmax(20em, 1fr))", width="100%")
         return ipywidgets.VBox([ipywidgets.GridBox(list(self.controls.values()), layout=columns), self.picture,
                                 self.words])
@@ -93,7 +93,7 @@ WIDE = {"style": {"description_width": "9em"}, "layout": {"width": "auto"}}
 
 
 def sliders(**start) -> None:
-    """Show the sliders. start: where they stand at first, as `Sliders` takes it."""
+    """Show the sliders. start: their initial values, as `Sliders` takes them."""
     made = Sliders(**start)
     if os.environ.get("ZERO_READING", "0") in ("", "0"):
         display(made.box())

@@ -1,8 +1,8 @@
-"""Stack inspection: where in its cell a rank's main thread is, and whether it waits for another rank there.
+"""Stack inspection: where in its cell a rank's main thread is, and whether it waits there for another rank.
 
-The cell is not asked: the stack of the thread is read from outside. Its innermost frame says what is being called. A
-rank waits for another one while that is the wait() of a message or a collective, or a function of torch.distributed.
-Sleep, computation and print are none of these, however little they compute.
+The thread's stack is read from outside, without help of the cell. The innermost frame shows which function is called. A
+rank waits for another one if that is the wait() of a message or a collective, or a function of torch.distributed.
+Sleep, computation and print are not such waits, however little they compute.
 """
 
 import ast
@@ -25,47 +25,47 @@ from zero_minimal.notebook import attempt
 
 PROJECT = Path(collectives.__file__).parent.parent
 TORCH = Path(torch.__file__).parent
-# where these stand tells nobody anything
+# a position in these files does not help a reader
 PLUMBING = {module.__file__ for module in (collectives, work, seams, collective_fingerprint)}
-# what stands here and does not compute, waits: for a store, a message, a collective
+# a thread in these files that does not compute waits for a store, a message or a collective
 SPEAKING = {str(TORCH / file) for file in ("distributed/distributed_c10d.py", "distributed/utils.py",
                                            "nn/parallel/distributed.py")}
-WAITING = {"wait", "wait_tensor"}  # methods of C++ that return when a message is there; Python has none of these names
-CALLERS = {str(TORCH / "_ops.py")}  # they call what their caller names
-CELLS = ("<%%px", "<world")  # how the file names of cells begin
+WAITING = {"wait", "wait_tensor"}  # methods of C++ that wait for a message; no Python method has these names
+CALLERS = {str(TORCH / "_ops.py")}  # they call functions named by their callers
+CELLS = ("<%%px", "<world")  # prefixes of cells' file names
 
-# two threads that parse at once: Python 3.11 has once failed in a cell (SystemError, AST constructor recursion depth)
+# Python 3.11 once failed when two threads parsed at once (SystemError, AST constructor recursion depth)
 parsing = threading.Lock()
 
-_threads: set[int | None] = set()  # those that were there before the cell began
+_threads: set[int | None] = set()  # threads that existed before the cell began
 
 
 def begin() -> None:
-    """A cell begins: what threads it starts are its own."""
+    """Note, when a cell begins, which threads are not its own."""
     _threads.clear()
     _threads.update(thread.ident for thread in threading.enumerate())
 
 
 def here(cell: str) -> dict:
-    """Where the main thread is, in a form that can be sent: what position() returns, and
+    """Where the main thread is, in a form that can be sent: the entries of position(), and
 
-    waits    for what it waits, or ""
+    waits    what it waits for, or ""
     stack    a number for the chain of calls: while it stays the same, the thread may not have moved
-    worked   seconds of computing in this process, but for the thread that asks
+    worked   seconds of computing in this process, without the calling thread
     """
     stacks = {thread: _spots(frame) for thread, frame in sys._current_frames().items()}
     del stacks[threading.get_ident()]
     stack = stacks.pop(threading.main_thread().ident)
     waits = _wait(stack)
-    if not waits and _called(stack[0]) == "run_backward":  # autograd's own threads run the hooks on a GPU,
+    if not waits and _called(stack[0]) == "run_backward":  # on a GPU, hooks run in autograd's own threads,
         waits = next(filter(None, map(_wait, stacks.values())), "")
-        if not waits and not torch.cuda.is_initialized():  # and on a CPU only DistributedDataParallel's C++ waits here
+        if not waits and not torch.cuda.is_initialized():  # on a CPU, only DistributedDataParallel's C++ waits here
             waits = "backward"
     helpers = {thread.ident for thread in threading.enumerate() if not thread.daemon} - _threads
     if not all(_wait(stacks[helper]) for helper in helpers & stacks.keys()):
-        waits = ""  # a thread that the cell has started may yet send what the others wait for
+        waits = ""  # a thread of the cell may yet send what the others wait for
     chain = hash(tuple((id(spot.code), spot.instruction) for spot in stack))
-    worked = time.process_time() - time.thread_time()  # answering is no work
+    worked = time.process_time() - time.thread_time()  # answering does not count
     for spot in stack:
         linecache.checkcache(spot.code.co_filename)
     lines = traceback.StackSummary.from_list(
@@ -75,8 +75,8 @@ def here(cell: str) -> dict:
 
 @dataclass(frozen=True)
 class Spot:
-    """A frame of a stack, without what it holds: a frame that somebody keeps keeps its tensors, and the cell may be
-    measuring its memory."""
+    """A frame of a stack without its variables: a kept frame would keep tensors alive while the cell may be measuring
+    memory."""
 
     code: CodeType
     instruction: int
@@ -90,8 +90,8 @@ def _spots(frame: FrameType) -> list[Spot]:
 
 
 def position(frames: traceback.StackSummary, cell: str) -> dict:
-    """Where in the cells a stack has come to, and below that in which function of the project, and in which line of the
-    learner's own file ("attempt")."""
+    """A stack's line in the cells, and, inside that call, its function in the project and its line in the learner's own
+    file ("attempt")."""
     own = [frame for frame in frames if frame.filename.startswith(CELLS)]
     if not own:
         return {"line": None, "source": "", "earlier": False, "inside": "", "attempt": ""}
@@ -108,7 +108,7 @@ def position(frames: traceback.StackSummary, cell: str) -> dict:
 
 
 def _wait(stack: list[Spot]) -> str:
-    """For what a thread waits, if it stands in a wait for another rank."""
+    """What a thread waits for, if it waits for another rank; otherwise ""."""
     inner = next((spot for spot in stack if spot.code.co_filename not in CALLERS), stack[-1])
     if inner.code.co_filename not in SPEAKING and _called(inner) not in WAITING:
         return ""
@@ -116,7 +116,7 @@ def _wait(stack: list[Spot]) -> str:
 
 
 def _words(frame: FrameType) -> str:
-    """What a frame of torch.distributed or of our collectives is about: "recv from rank 2"."""
+    """What a frame of torch.distributed or of our collectives does: "recv from rank 2"."""
     code = frame.f_code
     if code.co_filename == work.__file__ and code.co_name == "wait":
         call = frame.f_locals["self"].call
@@ -133,7 +133,7 @@ def _words(frame: FrameType) -> str:
 
 
 def _called(spot: Spot) -> str:
-    """The name of the function that is being called there."""
+    """The name of the function that this frame is calling."""
     positions = itertools.islice(spot.code.co_positions(), max(0, spot.instruction) // 2, None)
     first, last, begin, end = next(positions, (None,) * 4)
     if None in (first, last, begin, end):

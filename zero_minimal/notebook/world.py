@@ -7,16 +7,16 @@
     x = torch.full((2,), float(rank))
     collectives.all_reduce(x, op="sum")
 
-    world["x"]          the x of each rank, a list
+    world["x"]          each rank's x, in a list
 
-A rank is an engine of ipyparallel, in a process group with the others. A cell finds there `rank`, `world_size`,
-`device`, `torch`, `dist`, `collectives`, `ring`, and what cells before it have made. What ranks print and draw is shown
-while the cell runs.
+A rank is an ipyparallel engine, in a process group with the others. A cell can use `rank`, `world_size`, `device`,
+`torch`, `dist`, `collectives`, `ring`, and variables of earlier cells. What ranks print and draw is shown while the
+cell runs.
 
-When a cell fails on a rank, or all ranks wait for each other, the cell ends with a message that says where each rank
-stood; the ranks meet in a new process group, and keep their variables, but for a few that the message names
-(recovery.py). Who computes, prints or sleeps is never ended, however long it takes (stack_inspection.py). The ranks
-end with the notebook's kernel, in whatever way that ends (guardian.py).
+If a cell fails on a rank, or all ranks wait for each other, the cell ends with a message that says where each rank was;
+the ranks meet in a new process group, and keep their variables, except a few that the message names (recovery.py). A
+cell that computes, prints or sleeps is never ended, however long it takes (stack_inspection.py). The ranks end with the
+notebook's kernel, however that ends (guardian.py).
 """
 
 import argparse
@@ -44,8 +44,8 @@ from zero_minimal.notebook.cell import PATIENCE, Cell, CellError
 from zero_minimal.notebook.screen import Screen, anybody_there
 from zero_minimal.processes import ranks
 
-START_SECONDS = 60  # the longest that a start may take
-MEET_SECONDS = 20  # the longest that a new process group may take
+START_SECONDS = 60  # the maximum for a start
+MEET_SECONDS = 20  # the maximum for a new process group
 NO_RANKS = "there are no ranks: start them with `world = notebook.start(4)`"
 ALL_NEW = "All ranks were started again, and their variables are gone: run the notebook from its start line."
 KEPT = "The ranks have met in a new process group, and keep their variables"
@@ -56,12 +56,12 @@ _world = None
 
 
 def start(world_size: int, device: str = "auto", lesson: str = "") -> "World":
-    """Start ranks, and let %%px run cells on them. Those of an earlier call are ended.
+    """Start ranks, and let %%px run cells on them. Ends the ranks of an earlier call.
 
     Args:
-        world_size: how many. The environment variable ZERO_RANKS, if there is one, has the last word.
-        device: "cpu", "cuda", or "auto": a GPU for each rank where there are as many, else what ranks.choose chooses.
-        lesson: whose notebook this is, for the record of guesses (ask.py).
+        world_size: how many. The environment variable ZERO_RANKS, if set, overrides it.
+        device: "cpu", "cuda", or "auto": a GPU for each rank if there are enough, otherwise what ranks.choose chooses.
+        lesson: the notebook's lesson, for the record of guesses (ask.py).
     """
     global _world
     begin(lesson)
@@ -80,12 +80,12 @@ def start(world_size: int, device: str = "auto", lesson: str = "") -> "World":
 class World:
     """The ranks of this notebook.
 
-    world["name"] or world["any expression"]: its value on each rank, as a list.
+    world["name"] or world["any expression"]: its values on all ranks, as a list.
     """
 
     def __init__(self, world_size: int, device: str):
         self.world_size, self.device = world_size, device
-        self.tracebacks: dict[int, str] = {}  # of the ranks that failed in the last cell, in full
+        self.tracebacks: dict[int, str] = {}  # full tracebacks of the ranks that failed in the last cell
         self._cells = self._groups = 0
         self._ranks: list[BaseProcess] = []
         atexit.register(self.stop)
@@ -98,7 +98,7 @@ class World:
         return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
 
     def __getitem__(self, expression: str) -> list:
-        """Raises: CellError where a rank cannot say it, or the ranks wait for each other."""
+        """Raises: CellError if a rank cannot evaluate it, or the ranks wait for each other."""
         cell = self._cell(expression, f"<world[{expression!r}]>", value=True)
         failures = self._watch(cell, PATIENCE)
         kept = self._meet_again(cell) if cell.cut_at is not None else ""
@@ -133,13 +133,13 @@ class World:
                 reason = "\n".join(told) or "no answer in time"
                 raise RuntimeError(f"{self._words()} could not be started:\n{reason}")
             if client is None and file.exists():
-                with contextlib.suppress(ValueError):  # half written
+                with contextlib.suppress(ValueError):  # half-written file
                     client = ipyparallel.Client(str(file))
             time.sleep(0.02)
         return client
 
     def stop(self) -> None:
-        """End the ranks. To be called as often as one likes."""
+        """End the ranks. May be called repeatedly."""
         if not self._ranks:
             return
         with contextlib.suppress(Exception):
@@ -158,8 +158,7 @@ class World:
         return self._client[:].apply_sync(function, *args)
 
     def _meet_again(self, cell: Cell) -> str:
-        """A new process group after a cell that failed, in place of the one whose connections are cut. Returns what is
-        to be run again."""
+        """Replace the process group whose connections were cut after a failed cell. Returns what to run again."""
         self._groups += 1
         try:
             met = self._client[:].apply_async(notebook_rank.meet_again, self._groups, cell.left_half_done())
@@ -186,7 +185,7 @@ class World:
     # ----------------------------------------------------------------------------------------------------------- cells
 
     def run(self, code: str, patience: float = PATIENCE, screen: Screen | None = None) -> None:
-        """Run a cell on all ranks, and print what they print. Raises CellError if it fails, or is stuck."""
+        """Run a cell on all ranks, and print their output. Raises CellError if it fails or is stuck."""
         self._cells += 1
         cell = self._cell(code, f"<%%px {self._cells}>")
         failures = self._watch(cell, patience, screen)
@@ -200,7 +199,7 @@ class World:
         return Cell(self._client, self._folder, self._ranks, code, name, value)
 
     def _watch(self, cell: Cell, patience: float, screen: Screen | None = None) -> dict[int, dict]:
-        """Until all are through with the cell, or stopped. Shows what they printed, and returns how they failed."""
+        """Wait until all ranks finish the cell or are stopped. Shows their output, and returns their failures."""
         cell.wait(patience, screen)
         failures = cell.failures()
         if screen:
@@ -221,9 +220,9 @@ class _Arguments(argparse.ArgumentParser):
 
 
 def _px_cell(line: str, cell: str) -> None:
-    """Run this cell on every rank. --patience S: let ranks wait for each other for so many seconds.
+    """Run this cell on every rank. --patience S: let ranks wait for each other for S seconds.
 
-    Meanwhile it shows what they print. (Not `%px LINE`: it has its cell not for itself, and could not clear it.)
+    Meanwhile their output is shown. (Not for `%px LINE`, which shares its cell and so cannot clear it.)
     """
     arguments = _Arguments(add_help=False)
     arguments.add_argument("--patience", type=float, default=PATIENCE)

@@ -1,13 +1,13 @@
-"""Expressions: a formula that is called with unknowns writes itself down, so that a page can calculate with it.
+"""Expressions: a formula that is called with unknowns records its operations, so that a web page can evaluate it.
 
     with writing() as book:
         h, layers = book.unknown("hidden"), book.unknown("layers")
         book.write(12 * layers * h**2)      # the number of its last node
         book.nodes                          # ("input", "hidden"), ("input", "layers"), ("number", 12), ("*", 2, 1), …
 
-Nothing is typed twice: what Python calculates with numbers, a page calculates with these nodes. Where a formula asks
-whether an unknown is greater than another, both answers are followed, and an "if" node chooses between the results.
-`exported` marks the functions that ask. A mark bounds the work: what follows a marked call is not followed twice.
+So no formula is written twice: Python evaluates it with numbers, a page with these nodes. Where a formula compares
+unknowns, both branches are followed, and an "if" node chooses between their results. `exported` marks the functions
+that compare. It limits the work: code after a marked call is not followed twice.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ _open: ContextVar["Book | None"] = ContextVar("book", default=None)
 
 
 class Book:
-    """Expressions, node by node: (operation, its arguments' numbers), each once."""
+    """A list of nodes, each of them (operation, *arguments) and listed once."""
 
     def __init__(self):
         self.nodes: list[tuple] = []
         self.numbers: dict[tuple, int] = {}
-        self.known: dict[int, bool] = {}  # what conditions are taken to be, on the way that is followed now
+        self.known: dict[int, bool] = {}  # the value assumed for each condition on the current branch
 
     def unknown(self, name: str) -> "Symbol":
-        """A number that the page knows."""
+        """An input: a number that the page knows."""
         return self.node("input", name)
 
     def node(self, operation: str, *arguments) -> "Symbol":
-        """The node, made if it is not there yet."""
-        key = (operation, *((type(one), one) for one in arguments))  # 1 is no True
+        """This node, added if it does not exist yet."""
+        key = (operation, *((type(one), one) for one in arguments))  # 1 is not True
         if key not in self.numbers:
             self.numbers[key] = len(self.nodes)
             self.nodes.append((operation, *arguments))
@@ -47,7 +47,7 @@ class Book:
         return value.number if isinstance(value, Symbol) else self.node("number", value).number
 
     def choose(self, condition: "Symbol", yes: Any, no: Any) -> Any:
-        """What two ways led to, as one: dicts, lists and dataclasses part by part."""
+        """Merge the results of two branches; dicts, lists and dataclasses are merged part by part."""
         if type(yes) is type(no) and isinstance(yes, dict):
             return {key: self.choose(condition, yes[key], no[key]) for key in yes}
         if type(yes) is type(no) and isinstance(yes, list):
@@ -59,7 +59,7 @@ class Book:
         return yes if first == second else self.node("if", condition.number, first, second)
 
     def follow(self, function: Callable[[], Any]) -> Any:
-        """What a function returns, on all ways through it."""
+        """The result of a function, merged from all branches through it."""
         outside = self.known
         try:
             return function()
@@ -74,15 +74,15 @@ class Book:
 
 
 class Undecided(Exception):
-    """A formula asks whether this is so."""
+    """A formula needs the value of this condition."""
 
     def __init__(self, condition: "Symbol"):
         self.condition = condition
 
 
 def _writes(operation: str, neutral: int | None = None, turned: bool = False) -> Callable:
-    """A method of Symbol that writes this operation down: with what is on its other side first, if it is turned. Where
-    the neutral number is there, nothing is to be done."""
+    """A method of Symbol that records this operation; `turned`: with the other operand first. If the other operand is
+    `neutral`, nothing is recorded."""
 
     def method(self, other):
         if not isinstance(other, Symbol) and other == neutral:
@@ -93,7 +93,7 @@ def _writes(operation: str, neutral: int | None = None, turned: bool = False) ->
 
 
 class Symbol:
-    """A number that is not known yet: what is done with it is written down."""
+    """A number that is not known yet; operations on it are recorded in its book."""
 
     __hash__ = object.__hash__
 
@@ -126,7 +126,7 @@ class Symbol:
         return -self._write("floor", -self)
 
     def __round__(self):
-        """A page has one kind of number: nothing is to be rounded to be whole."""
+        """A page has one type of number, so nothing is rounded."""
         return self
 
     def __eq__(self, other):
@@ -143,7 +143,7 @@ class Symbol:
 
 
 def exported(function: Callable) -> Callable:
-    """A formula that asks: while a book is open, it is followed on all its ways."""
+    """Decorates a formula that compares: while a book is open, all its branches are followed."""
 
     @functools.wraps(function)
     def followed(*arguments, **options):

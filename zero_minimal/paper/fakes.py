@@ -1,10 +1,10 @@
-"""Fakes: code that runs on tensors with shape, dtype, device and a storage of the right size, and without values.
+"""Fakes: run code on tensors that have a shape, a dtype, a device and a storage size, but no values.
 
     with without_values():
         model = GPT(config)        # a trillion parameters, if you like
         model(tokens, tokens).backward()
 
-torch's FakeTensorMode does it. The algorithm runs as it is, by itself: nothing travels, and no guard looks at values.
+torch's FakeTensorMode does it. The algorithm runs unchanged on one rank: nothing is sent, and no guard reads values.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from zero_minimal.offloading import offloaded_state
 
 @contextlib.contextmanager
 def new_tensors_in(dtype: torch.dtype) -> Iterator[None]:
-    """A model that is built inside has this dtype: fake parameters cannot be converted later."""
+    """A model built inside this context has this dtype: fake parameters cannot be converted later."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -53,7 +53,7 @@ def _nothing_travels(moment: str, call: work.Call) -> None:
 
 
 def _own_order(reducer: Reducer) -> None:
-    """For all passes to come: as with rank 0's, which this rank stands for."""
+    """Fix the bucket order for all later passes: this rank stands for rank 0, whose order counts."""
     incomplete = [bucket for bucket in reducer.buckets if bucket not in reducer._completed]
     reducer.buckets, reducer._ordered = [*reducer._completed, *incomplete], True
 

@@ -9,10 +9,10 @@ With Ψ parameters on N ranks, bytes a parameter:
 
 A ring sends (N−1)/N of Ψ for a reduce-scatter or an all-gather, twice that for an all-reduce.
 
-Beside model states (§3.2, §6.1, §8), elements for L blocks of width h, b sequences of s tokens, M model-parallel ranks:
+Other than states (§3.2, §6.1, §8), elements for L blocks of width h, b sequences of s tokens, M model-parallel ranks:
 
     activations        12·b·s·h·L         without checkpoints: the paper's estimate (this project's GPT: 16)
-    checkpoints        b·s·h·L            one a block; P_a: over M; P_a+cpu: none on the device
+    checkpoints        b·s·h·L            one a block; P_a: divided by M; P_a+cpu: none on the device
     Megatron sends     12·b·s·h·L(M−1)/M  with checkpoints; P_a 1/12 more
 """
 
@@ -21,7 +21,7 @@ import math
 from zero_minimal.paper.expressions import exported
 
 STATES = ("parameters", "gradients", "optimizer")
-BYTES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}  # a parameter, in the order of STATES
+BYTES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}  # per parameter, in the order of STATES
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the first stage that divides this state by N
 
 
@@ -31,10 +31,10 @@ def model_states(
 ) -> dict[str, int | float]:
     """Bytes of model states on one rank: {"parameters", "gradients", "optimizer"}.
 
-    optimizer_bytes: a parameter, the paper's K, for another optimizer than Adam (None: Adam's).
-    gradient_bytes: a parameter, 4 for gradients that add up and are reduced in fp32 beside 16-bit parameters (None: as
-        the parameters). Then it is 18 bytes, and 6 + 12/N at stage 1, as in "Distributed Optimizer", Megatron Core's
-        user guide (docs.nvidia.com/megatron-core).
+    optimizer_bytes: per parameter, the paper's K, for an optimizer other than Adam (None: Adam's).
+    gradient_bytes: per parameter, 4 for gradients that are accumulated and reduced in fp32 with 16-bit parameters
+        (None: as the parameters). With 4, all states are 18 bytes, and 6 + 12/N at stage 1, as in "Distributed
+        Optimizer", Megatron Core's user guide (docs.nvidia.com/megatron-core).
     """
     sizes = dict(zip(STATES, BYTES[dtype], strict=True))
     if optimizer_bytes is not None:
@@ -51,7 +51,7 @@ def states_on_device(
     stage: int, elements: int, world_size: int, dtype: str, offloaded: bool = False,
     optimizer_bytes: float | None = None, gradient_bytes: int | None = None,
 ) -> dict[str, int | float]:
-    """The same of what stays on the device: offloaded, it has no optimizer state, and of gradients what stage 1 has."""
+    """The same for the device: if offloaded, it has no optimizer state, and gradients only at stages 0 and 1."""
     states = model_states(stage, elements, world_size, dtype, optimizer_bytes, gradient_bytes)
     if offloaded:
         states["optimizer"] = 0
@@ -65,13 +65,13 @@ def host_bytes(
     """Bytes that an offloaded rank's host keeps: fp32 masters, Adam's state, gradients in the model's dtype.
     optimizer_bytes: K, instead of Adam's."""
     sizes = BYTES[dtype]
-    kept = sizes[2] if optimizer_bytes is None else optimizer_bytes  # with the masters, where the model is in 16 bit
+    kept = sizes[2] if optimizer_bytes is None else optimizer_bytes  # includes the masters of a 16-bit model
     return _whole((kept + sizes[1] + (sizes[0] if dtype == "fp32" else 0)) * elements / world_size)
 
 
 def bus_bytes(stage: int, elements: int, world_size: int, dtype: str, accumulate: int = 1) -> dict[str, int | float]:
     """Bytes between an offloaded rank and its host in a step of `accumulate` micro-batches: {"to_host", "to_device"}.
-    Gradients cross once where the rank adds them up, at stage 1; else after each micro-batch."""
+    Gradients cross once at stage 1, where the rank accumulates them; otherwise after each micro-batch."""
     shard = BYTES[dtype][0] * elements / world_size
     times = accumulate if stage >= SHARDED_FROM["gradients"] else 1
     return {"to_host": _whole(times * shard), "to_device": _whole(shard)}
@@ -86,7 +86,7 @@ def bytes_a_parameter(stage: int, world_size: int, dtype: str, optimizer_bytes: 
 def largest_model(stage: int, device_bytes: float, world_size: int, dtype: str, model_parallel: int = 1,
                   optimizer_bytes: float | None = None, offloaded: bool = False,
                   gradient_bytes: int | None = None) -> int:
-    """Parameters of the largest model whose states fit on a device (Table 2). world_size: data-parallel."""
+    """Parameters of the largest model whose states fit on a device (Table 2). world_size: data-parallel ranks."""
     each = bytes_a_parameter(stage, world_size, dtype, optimizer_bytes, offloaded, gradient_bytes)
     return math.floor(model_parallel * device_bytes / each)
 
@@ -97,7 +97,7 @@ def fewest_ranks(stage: int, elements: int, device_bytes: float, dtype: str,
                  gradient_bytes: int | None = None) -> int | None:
     """The smallest data-parallel group on which a model's states fit on a device; None if no number is enough."""
     each = (dtype, optimizer_bytes, offloaded, gradient_bytes)
-    whole = bytes_a_parameter(stage, 10**18, *each) * elements  # what no number of ranks divides
+    whole = bytes_a_parameter(stage, 10**18, *each) * elements  # the part that is never sharded
     shared = bytes_a_parameter(stage, 1, *each) * elements - whole
     if whole + shared <= device_bytes:
         return 1
@@ -106,11 +106,11 @@ def fewest_ranks(stage: int, elements: int, device_bytes: float, dtype: str,
 
 def traffic(stage: int, elements: int, world_size: int, dtype: str, accumulate: int = 1,
             gradient_bytes: int | None = None) -> int | float:
-    """Bytes that one rank sends in an optimizer step of `accumulate` micro-batches. gradient_bytes: of an element of a
-    gradient as it is reduced (None: of the parameters)."""
+    """Bytes that one rank sends in an optimizer step of `accumulate` micro-batches. gradient_bytes: per element of a
+    gradient when it is reduced (None: as the parameters)."""
     size = BYTES[dtype][0]
     each = volume(stage, accumulate) * size
-    if gradient_bytes is not None:  # at stage 0 both halves of an all-reduce, else the reduce-scatters
+    if gradient_bytes is not None:  # both halves of stage 0's all-reduce; otherwise the reduce-scatters
         reduces = 2 if stage == 0 else 1 if stage == 1 else accumulate
         each += reduces * (gradient_bytes - size)
     return _whole(each * elements * (world_size - 1) / world_size)
@@ -119,8 +119,8 @@ def traffic(stage: int, elements: int, world_size: int, dtype: str, accumulate: 
 def traffic_between(elements: int, shards: int, replicas: int, dtype: str,
                     gradient_bytes: int | None = None) -> int | float:
     """The same between groups of `shards` ranks that each keep all states, as in HSDP ("hybrid sharding" in Zhao et al.
-    2023, arXiv:2304.11277, section 3.2.2): once a step, the all-reduce of a rank's gradient shard with the same one of
-    the other groups. Without accumulation this and what is sent in a group are at stages 0 to 2 the bytes of R = 1."""
+    2023, arXiv:2304.11277, section 3.2.2): once a step, a rank all-reduces its gradient shard with that of the other
+    groups. At stages 0 to 2 without accumulation, this plus the traffic inside a group is that of R = 1."""
     return 0 if replicas == 1 else traffic(0, elements / shards, replicas, dtype, gradient_bytes=gradient_bytes)
 
 
@@ -142,17 +142,17 @@ def activations(layers: int, hidden: int, batch: int, sequence: int, dtype: str)
 
 
 def checkpoints(layers: int, hidden: int, batch: int, sequence: int, dtype: str, cut: int = 1) -> float:
-    """Bytes of the blocks' inputs, b·s·h elements each. cut: over so many model-parallel ranks (P_a)."""
+    """Bytes of the blocks' inputs, b·s·h elements each. cut: model-parallel ranks that share each (P_a)."""
     return _whole(layers * batch * sequence * hidden * BYTES[dtype][0] / cut)
 
 
-# ------------------------------------------------------------------------------------------- traffic beside ZeRO's (§8)
+# ------------------------------------------------------------------------------------------ model-parallel traffic (§8)
 
 
 def model_parallel_traffic(layers: int, hidden: int, batch: int, sequence: int, dtype: str, ranks: int,
                            partition: bool = False, recompute: bool = True) -> float:
-    """Bytes a rank sends in a step for Megatron's all-reduces, 2 a block forward, 2 backward, and 2 to recompute: each
-    of b·s·h elements, which a ring sends twice. partition: and for P_a's all-gather, of b·s·h."""
+    """Bytes a rank sends in a step for Megatron's all-reduces: per block 2 in forward, 2 in backward, 2 to recompute,
+    each of b·s·h elements, which a ring sends twice. partition: adds P_a's all-gather of b·s·h."""
     elements = ((12 if recompute else 8) + (1 if partition else 0)) * layers * batch * sequence * hidden
     return _whole(elements * BYTES[dtype][0] * (ranks - 1) / ranks)
 
@@ -160,8 +160,8 @@ def model_parallel_traffic(layers: int, hidden: int, batch: int, sequence: int, 
 def sequence_parallel_traffic(layers: int, hidden: int, batch: int, sequence: int, dtype: str, ranks: int,
                               recompute: bool = True) -> float:
     """Bytes a rank sends in a micro-batch where `ranks` ranks share each sequence as DeepSpeed-Ulysses does it (Jacobs
-    et al. 2023, arXiv:2309.14509, section 3.2): in a block an all-to-all each of query, key, value and attention's
-    output, of b·s·h/ranks elements, forward, backward, and forward again if it is recomputed."""
+    et al. 2023, arXiv:2309.14509, section 3.2): each block sends query, key, value and attention's output by
+    all-to-all, b·s·h/ranks elements each, in forward, in backward, and once more to recompute."""
     elements = (12 if recompute else 8) * layers * batch * sequence * hidden / ranks
     return _whole(elements * BYTES[dtype][0] * (ranks - 1) / ranks)
 

@@ -1,12 +1,12 @@
-"""Hardware: what a GPU holds, computes and sends, as its maker says. What is computed from it is a bound.
+"""Hardware: a GPU's memory, operations and link rates, from its data sheet. Times computed from them are lower bounds.
 
 Memory is decimal, as in the paper: a V100-32GB counts as 32·10⁹ bytes (it has 32 GiB, 7% more, of which the driver and
-the context of CUDA take a part). A link's rate is that of one direction, since a ring sends and receives at once: a
-V100 has 6 NVLinks of 25 GB/s each way. (The paper's "300 GB/s" inside a node counts both ways, its 12.5 GB/s between
-nodes one.)
+the context of CUDA take a part). A link's rate is for one direction, since a ring sends and receives at once: a V100
+has 6 NVLinks of 25 GB/s each way. (The paper's "300 GB/s" inside a node counts both directions; its 12.5 GB/s between
+nodes counts one.)
 
-A GPU and its host speak over PCIe: 16 lanes of version 3, 4 or 5 carry 16, 32 or 64 GB/s each way, of which a copy
-reaches about 80%. A DGX-2 has PCIe 3.
+PCIe links a GPU and its host: 16 lanes of version 3, 4 or 5 carry 16, 32 or 64 GB/s each way, and a copy reaches about
+80% of that. A DGX-2 has PCIe 3.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class GPU:
 
     memory: float
     operations: float  # in 16 bit, on tensor cores
-    operations_fp32: float  # beside them: torch rounds nothing to TF32 unless it is asked to
+    operations_fp32: float  # not on tensor cores: torch uses TF32 only when asked to
     link: float
-    node: int = 8  # GPUs of a usual node, between which the link is
-    bus: float = 32e9  # to its host, one direction: PCIe 4, where nothing else stands
-    source: str = ""  # the data sheet; it gives half of its figures "with sparsity": here are the others
+    node: int = 8  # GPUs of a typical node, which the link connects
+    bus: float = 32e9  # to its host, one direction; default: PCIe 4
+    source: str = ""  # the data sheet; we use its figures without sparsity
 
     def rate(self, dtype: str) -> float:
         """Operations a second in "fp32", "bf16" or "fp16"."""
@@ -31,7 +31,7 @@ class GPU:
 
 GPUS = {
     "T4": GPU(16e9, 65e12, 8.1e12, 16e9, bus=16e9, source="NVIDIA T4 Tensor Core GPU data sheet"),  # PCIe 3
-    # NVLink from here on, where nothing else stands
+    # NVLink from here on, unless a comment says otherwise
     "V100-16GB": GPU(16e9, 125e12, 15.7e12, 150e9, bus=16e9, source="NVIDIA V100 Tensor Core GPU data sheet, SXM2"),
     "V100-32GB": GPU(32e9, 125e12, 15.7e12, 150e9, node=16, bus=16e9,  # the paper's, in a DGX-2
                      source="NVIDIA V100 Tensor Core GPU data sheet, SXM2; NVIDIA DGX-2 data sheet"),

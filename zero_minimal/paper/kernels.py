@@ -1,13 +1,13 @@
-"""Kernels: ways to compute attention, by what they keep for backward.
+"""Kernels: ways to compute attention, which differ in what they keep for backward.
 
     fused         a kernel such as FlashAttention (Dao et al. 2022, arXiv:2205.14135): no matrix of scores ever exists
-    unfused       scores, softmax and their product with the values, one after the other: the softmax's result is kept,
-                  [b, a, s, s] in a block with a heads. Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1) count
-                  5·a·s²·b bytes in 16 bit: 2 of these, and 3 for dropout's mask and result, which there are not here
-    recomputed    unfused, and what is between query, key, value and the output is computed again in backward: their
+    unfused       scores, softmax, product with the values, as separate operations. The softmax's result is kept:
+                  [b,a,s,s] in a block with a heads. Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1) count
+                  5·a·s²·b bytes in 16 bit: 2 of these, and 3 for dropout's mask and result, which do not occur here
+    recomputed    unfused, and everything between query, key, value and the output is recomputed in backward: their
                   selective recomputation (section 5)
 
-The last two run in `simulate` in the place of torch's kernel, so that what they keep is counted.
+`simulate` runs the last two instead of torch's kernel, to count what they keep.
 """
 
 import functools
@@ -20,7 +20,7 @@ ATTENTION = ("fused", "unfused", "recomputed")
 
 def unfused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0,
             is_causal: bool = True) -> torch.Tensor:
-    """Attention as its formula has it; query, key, value and the result: [batch, heads, sequence, size]."""
+    """Attention, written as its formula; query, key, value and the result: [batch, heads, sequence, size]."""
     scores = (query @ key.transpose(-2, -1)).mul_(query.shape[-1] ** -0.5)  # [batch, heads, sequence, sequence]
     if is_causal:
         later = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)

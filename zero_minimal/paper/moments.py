@@ -1,21 +1,21 @@
-"""Moments: where a step is highest, and what lies on a device there beside model states. Counted in our GPT, operator
-by operator: without dropout, and with attention that is fused, which keeps no matrix of scores (others: kernels.py).
+"""Moments: when a step's memory can peak, and what a device holds then besides model states. Counted operator by
+operator in our GPT, without dropout, with fused attention, which keeps no matrix of scores (others: kernels.py).
 
-With u = b·s·h elements, t = b·s tokens, and M model-parallel ranks that share what is inside of Megatron's region, a
-block keeps for backward
+With u = b·s·h elements, t = b·s tokens, and M model-parallel ranks that share the inside of Megatron's parallel
+regions, a block keeps for backward
 
     (4 + 12/M) u    x, its norm │ query, key, value 3/M, attention's output 1/M │ x, its norm │ expansion 4/M, GELU 4/M
 
-and 1 u of it, its input, if it is recomputed (P_a: u/M; P_a+cpu: none on the device). A step is highest at one of
+and only its input, 1 u, if it is recomputed (P_a: u/M; P_a+cpu: none on the device). A step peaks at one of
 
-    logits        all that is kept, and for the loss 3 (with model parallelism 4/M) tensors [t, V] in fp32
-    top block     all that is kept; and of the block where backward begins its inside, gradients of that, and gradients
-                  of weights that wait to be reduced
-    bottom block  the same of the block where backward ends: the others are free, their gradients have come
-    embedding     after that: the gradients of embedding and head, which share a weight, and their sum
-    update        a bucket in fp32, beside the masters (16 bit)
+    logits        all that is kept, and 3 tensors [t, V] in fp32 for the loss (4/M with model parallelism)
+    top block     all that is kept; for the block where backward begins, also its inside, the inside's gradients, and
+                  gradients of weights that wait to be reduced
+    bottom block  the same for the block where backward ends: the others are freed, their gradients are complete
+    embedding     then: the gradients of the embedding and of the head, which share a weight, and their sum
+    update        a bucket in fp32, besides the masters (16-bit models)
 
-and stage 3 has whole units there. The paper's own estimate of all that is kept is 12 u a block (formulas.activations).
+where stage 3 also holds whole units. The paper estimates all that is kept as 12 u a block (formulas.activations).
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from zero_minimal.workload.model import GPTConfig
 
 BUCKET = 4 * 2**20  # bytes: the stages' default
 CHECKPOINTS = ("whole", "P_a", "P_a+cpu")
-BEFORE_GRADIENTS = ("logits", "head", "top block")  # moments at which stages 2 and 3 have none yet
+BEFORE_GRADIENTS = ("logits", "head", "top block")  # moments before stages 2 and 3 have gradients
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Moment:
     """Bytes on a device at a moment of a step."""
 
     name: str
-    states: float  # parameters, gradients (at stages 2 and 3 not before they come) and optimizer
+    states: float  # parameters, gradients (at stages 2 and 3 once they exist) and optimizer
     activations: float
-    passing: float  # parameters and gradients that are whole for a moment, copies in fp32
+    passing: float  # temporary: whole parameters and gradients, copies in fp32
 
     @property
     def total(self) -> float:
@@ -51,43 +51,43 @@ class Parts:
 
     whole: float
     unit: float  # the largest that stage 3 gathers as one: a block
-    root: float  # what is in no unit
-    head: float  # the matrix of the embedding, or of the head
-    matrix: float  # the largest in a unit
-    bucketed: float  # at most so many fill buckets at stage 2
-    drawn: float = 0  # that are there for a moment while the model is built
-    tied: bool = True  # embedding and head are one
-    update_bytes: int = 5  # of a 16-bit element in the update: a copy in fp32, and which of them were edited
+    root: float  # all that is outside the blocks
+    head: float  # the weight matrix of the embedding, or of the head
+    matrix: float  # the largest weight matrix in a unit
+    bucketed: float  # the most elements that stage 2's buckets can hold
+    drawn: float = 0  # temporary ones while the model is built
+    tied: bool = True  # embedding and head share one weight
+    update_bytes: int = 5  # per 16-bit element in the update: an fp32 copy, and a flag for edited elements
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a group of model-parallel ranks works on at once: our GPT, and how. (Of another model: measured.py.)"""
+    """What a group of model-parallel ranks trains, and how, for our GPT. (For other models: measured.py.)"""
 
     config: GPTConfig
     batch: int = 1
     dtype: str = "fp16"
     model_parallel: int = 1
-    checkpoints: str = "whole"  # or "P_a", "P_a+cpu": where config.recompute keeps only these
+    checkpoints: str = "whole"  # or "P_a", "P_a+cpu"; used only with config.recompute
     accumulate: int = 1  # micro-batches in a step
     attention: str = "fused"  # or "unfused", "recomputed" (kernels.py)
-    sequence_parallel: int = 1  # of the data-parallel ranks so many share each sequence, as in DeepSpeed-Ulysses
-    gradient_bytes: int | None = None  # 4: gradients in fp32 beside 16-bit parameters; None: as the dtype has it
+    sequence_parallel: int = 1  # data-parallel ranks that share each sequence, as in DeepSpeed-Ulysses
+    gradient_bytes: int | None = None  # 4: fp32 gradients for 16-bit parameters; None: the dtype's size
     replicate: int = 1  # groups of data-parallel ranks that each keep all states (HSDP)
     optimizer_bytes: float | None = None  # the paper's K; None: Adam's
 
     def shards(self, ranks: int) -> int:
-        """N of the formulas: of so many ranks those among which states are cut."""
+        """N of the formulas: how many of these ranks share one copy of the states."""
         return ranks // (self.model_parallel * self.replicate)
 
     @property
     def tokens(self) -> int:
-        """Of a rank, in a micro-batch."""
+        """Tokens of a rank in a micro-batch."""
         return shared(self.batch * self.config.sequence, self.sequence_parallel)
 
     @property
     def unit(self) -> int:
-        """Bytes of u: of a block's input [b, s, h]."""
+        """Bytes of u, a block's input [b, s, h]."""
         return self.tokens * self.config.hidden * BYTES[self.dtype][0]
 
     def block(self) -> float:
@@ -98,7 +98,7 @@ class Work:
         return (4 + 12 / cut) * self.unit + statistics + (self.scores() if self.attention == "unfused" else 0)
 
     def checkpoint(self) -> float:
-        """Bytes that it keeps if it is recomputed."""
+        """Bytes that a block keeps if it is recomputed."""
         return {"whole": self.unit, "P_a": self.unit / self.model_parallel, "P_a+cpu": 0}[self.checkpoints]
 
     def kept(self) -> float:
@@ -107,32 +107,31 @@ class Work:
 
     @exported
     def logits(self) -> float:
-        """Bytes of what the loss needs, in fp32 whatever the dtype is, and of the norm before the head."""
+        """Bytes for the loss, in fp32 whatever the dtype is, and for the norm before the head."""
         tensors = 3 if self.model_parallel == 1 else 4 / self.model_parallel
         return tensors * 4 * self.tokens * self.config.vocabulary + 3 * self.unit
 
     def at_work(self) -> float:
-        """Bytes for the block that backward is in, beside what is kept."""
+        """Bytes for the block that backward is in, besides what is kept."""
         inside = self.block() - self.unit if self.config.recompute else 0
-        gathered = 0 if self.checkpoints == "whole" else 2 * self.unit  # P_a: its input, and its output once more
+        gathered = 0 if self.checkpoints == "whole" else 2 * self.unit  # P_a: the block's whole input and output
         in_mlp = (1 + 4 / self.model_parallel) * self.unit
         if self.attention == "fused":
             return inside + gathered + in_mlp
-        # later, in attention: the MLP's are gone; gradients of probabilities and of scores have come
+        # later, in attention: the MLP's tensors are freed; gradients of probabilities and of scores exist
         in_attention = 2 * self.scores() - (2 + 8 / self.model_parallel) * self.unit
-        if self.attention == "recomputed":  # once more, and as products want them: query, key and value
+        if self.attention == "recomputed":  # scores again, and contiguous copies of query, key, value
             again = 0 if self.config.recompute else 3 / self.model_parallel
             in_attention += self.scores() + again * self.unit
         return inside + gathered + max(in_mlp, in_attention)
 
     def scores(self) -> float:
-        """Bytes of one matrix of scores in a block: attention that is not fused keeps one, and has three for a
-        moment."""
+        """Bytes of one matrix of scores in a block: unfused attention keeps one, and briefly has three."""
         ranks = self.model_parallel * self.sequence_parallel  # each has some of the heads
         return self.batch * self.config.heads * self.config.sequence**2 * BYTES[self.dtype][0] / ranks
 
     def activations(self) -> dict[str, float]:
-        """Bytes of what a rank may keep for backward, in the ways there are, and of what is there for a moment."""
+        """Bytes that a rank keeps for backward, for each way of keeping them, and bytes of temporary tensors."""
         config = self.config
         run = (config.layers, config.hidden, shared(self.batch, self.sequence_parallel), config.sequence, self.dtype)
         return {
@@ -158,17 +157,17 @@ class Work:
 
     @exported
     def parts(self) -> Parts:
-        """What a rank has of the model. Model-parallel ranks draw each weight whole, and pad it, before they cut it."""
+        """A rank's part of the model. Model-parallel ranks draw each weight whole and pad it before they cut it."""
         config, parallel = self.config, self.model_parallel
         block, root = block_parameters(config, parallel), root_parameters(config, parallel)
         words = config.vocabulary * config.hidden
         return Parts(
             whole=config.layers * block + root, unit=block, root=root, head=words / parallel,
-            matrix=4 * config.hidden**2 / parallel, bucketed=config.layers * block,  # the largest is one of the MLP
+            matrix=4 * config.hidden**2 / parallel, bucketed=config.layers * block,  # the largest is the MLP's
             drawn=(2 + 1 / parallel) * words if parallel > 1 else 0)
 
     def operations(self) -> tuple[float, float]:
-        """Of a rank in a step: on weights, and in attention, where a fused kernel skips what is masked."""
+        """Operations of a rank in a step: with weights, and in attention, whose fused kernel skips masked positions."""
         config, batch, fused = self.config, self.batch * self.accumulate, self.attention == "fused"
         share = self.model_parallel * self.sequence_parallel
         matrices = operations.matrices(config.layers, config.hidden, config.vocabulary, batch * config.sequence,
@@ -178,8 +177,8 @@ class Work:
         return matrices, whole / 2 if fused else whole
 
     def sent_meanwhile(self) -> tuple[float, float, float]:
-        """Bytes that a rank sends in a step while it can compute nothing: for model parallelism, the same with P_a, and
-        for sequences that ranks share."""
+        """Bytes that a rank sends in a step while its computation waits: for model parallelism, the same with P_a, and
+        for shared sequences."""
         config, batch, together = self.config, self.batch * self.accumulate, self.sequence_parallel
         run = (config.layers, config.hidden, shared(batch, together), config.sequence, self.dtype, self.model_parallel)
         across = 0 if together == 1 else formulas.sequence_parallel_traffic(
@@ -190,7 +189,7 @@ class Work:
         return sent, with_p_a, across
 
     def described(self) -> dict:
-        """Which model it is, for a report."""
+        """The model's sizes, for a report."""
         config = self.config
         return {"parameters": parameter_count(config), "parameters_of_rank": self.parts().whole,
                 "layers": config.layers, "hidden": config.hidden, "heads": config.heads,
@@ -198,13 +197,13 @@ class Work:
 
 
 def shared(number: int, ranks: int) -> int | float:
-    """A rank's part of it."""
+    """A rank's equal part of a number."""
     return number if ranks == 1 else number / ranks
 
 
 def highest(stage: int, work: Work, shards: int, offloaded: bool = False) -> Moment:
-    """The peak of a step, on so many ranks that share the states. offloaded: their hosts keep and update the
-    optimizer's state."""
+    """The peak of a step. shards: ranks that share the states. offloaded: their hosts keep and update the optimizer's
+    state."""
     return _highest_of(_moments(stage, work, shards, offloaded))
 
 
@@ -215,8 +214,8 @@ def _highest_of(moments: list[Moment]) -> Moment:
 
 @exported
 def construction(stage: int, work: Work) -> float:
-    """Bytes for a moment before the first step: stages 0 to 2 copy the model into flat memory. Stage 3 builds it unit
-    by unit, and is higher in every step."""
+    """Temporary bytes before the first step: stages 0 to 2 copy the model into flat memory. Stage 3 builds the model
+    unit by unit, and every step of it uses more."""
     parts = work.parts()
     return 0 if stage == 3 else max(2 * parts.whole, parts.drawn) * BYTES[work.dtype][0]
 
@@ -225,7 +224,7 @@ def _moments(stage: int, work: Work, shards: int, offloaded: bool) -> list[Momen
     states = formulas.states_on_device(stage, work.parts().whole, shards, work.dtype, offloaded, work.optimizer_bytes,
                                        work.gradient_bytes)
     all_states = sum(states.values())
-    # gradients come with backward, but for those of micro-batches before
+    # backward makes the gradients, except those of earlier micro-batches
     before = all_states - (states["gradients"] if stage >= 2 and work.accumulate == 1 else 0)
     passing = _passing(stage, work, shards) | ({"update": 0} if offloaded else {})
     return [Moment(name, before if name in BEFORE_GRADIENTS else all_states, activations, passing[name])
@@ -234,11 +233,11 @@ def _moments(stage: int, work: Work, shards: int, offloaded: bool) -> list[Momen
 
 @exported
 def _passing(stage: int, work: Work, shards: int) -> dict[str, float]:
-    """Bytes that are whole for a moment.
+    """Bytes of temporary whole parameters and gradients at each moment.
 
-    Stages 0 to 2: gradients come parameter by parameter, that of a head which is the embedding, too, waits for the
-    embedding's, and stage 2 copies them into buckets. Stage 3: the root, and of blocks the one at work, the one that
-    comes next or is being reduced.
+    Stages 0 to 2: gradients arrive one parameter at a time; a tied head's gradient waits for the embedding's; stage 2
+    copies them into buckets. Stage 3: the root unit, the block at work, and the block that is prefetched or being
+    reduced.
     """
     size, parts = BYTES[work.dtype][0], work.parts()
     head, root, unit, matrix = (part * size for part in (parts.head, parts.root, parts.unit, parts.matrix))

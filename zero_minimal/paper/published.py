@@ -1,6 +1,6 @@
-"""The figures of the paper (arXiv:1910.02054v3), to hold formulas and running code against.
+"""The figures of the paper (arXiv:1910.02054v3), to compare formulas and running code with.
 
-Numbers stand as they are printed, as text where the last digit matters. What was read off a chart is within ±0.3.
+Numbers are as printed, and strings where the last digit matters. Values read off a chart are within ±0.3.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ TABLE1 = {
 # Figure 1: GB a device for 7.5B parameters, N = 64, K = 12; stages 0 to 3
 FIGURE1 = ("120", "31.4", "16.6", "1.9")
 
-# Table 2: largest model on 32 GB with N = 64. In theory for stages 0 to 3, measured for stages 0 and 1; billions.
+# Table 2: largest model on 32 GB with N = 64. Billions: in theory for stages 0 to 3, measured for stages 0 and 1.
 TABLE2 = {
     1: (("2", "7.6", "14.4", "128"), ("1.3", "6.2")),
     2: (("4", "15.2", "28.8", "256"), ("2.5", "12.5")),
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     layers: int
     hidden: int
     heads: int
-    batch: int  # sequences of a model-parallel group
+    batch: int  # sequences per model-parallel group
     model_parallel: int
 
 
@@ -70,7 +70,7 @@ def _run(layers, hidden, zero, zero_tflops, baseline, gpus, baseline_tflops):
 
 
 FIGURE2_GPUS = 400
-# billions: layers, hidden, ZeRO's (heads, batch, MP), its TFLOP/s, the same of the baseline, before which its GPUs
+# billions: layers, hidden, ZeRO's (heads, batch, MP), its TFLOP/s; the baseline's (heads, batch, MP), GPUs, TFLOP/s
 FIGURE2 = {
     1.5: _run(48, 1600, (16, 24, 1), 30.3, (16, 16, 2), 400, 26.3),
     8: _run(72, 3072, (24, 64, 4), 36.9, (24, 8, 8), 400, 23.1),
@@ -86,10 +86,10 @@ NODE = 16  # GPUs of a DGX-2
 LARGEST = {"C1": "40B", "C2": "60B", "C3": "50B", "C4": "140B", "C5": "150B"}  # models that ran, Table 3 and Figure 6
 PEAK = 125e12  # 16-bit operations a second of a V100
 DEVICE = 32e9  # bytes, as the paper counts
-# billions of parameters: TFLOP/s a GPU, of 128 GPUs without model parallelism
+# billions of parameters: TFLOP/s per GPU, on 128 GPUs without model parallelism
 FIGURE4 = {1.5: 40.3, 2.5: 41.9, 4: 43.6, 6: 47.0, 8: 47.0, 10: 41.1, 11: 35.7, 12: 32.8, 13: 21.2}
 FIGURE3 = {64: 25.7, 128: 37.5, 256: 39.0, 400: 36.6}  # GPUs: TFLOP/s a GPU, 60B
-# billions of parameters that could be trained before, as two places have it: what "8x" is counted from, and the text
+# billions of parameters that could be trained before ZeRO, in two places: the basis of "8x", and the text
 BASELINES = {"beside the 8x": 20, "in the text": 40}
 
 

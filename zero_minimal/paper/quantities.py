@@ -72,7 +72,7 @@ def seconds_text(value: float) -> str:
 
 
 def _digits(value: float, digits: int) -> str:
-    """At least so many significant digits, all those before the point, no zeros at the end."""
+    """At least `digits` significant digits, all digits before the point, no trailing zeros."""
     if value == 0:
         return "0"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
@@ -81,6 +81,6 @@ def _digits(value: float, digits: int) -> str:
 
 
 def number(value: int | float) -> str:
-    """With separators, and a decimal only where there is one: 9,641,984 or 0.5."""
+    """With thousands separators, and a decimal only if it is not 0: 9,641,984 or 0.5."""
     value = round(value, 1)
     return f"{int(value) if value == int(value) else value:,}"

@@ -2,7 +2,7 @@
 
 The paper gives sizes (7.5B, 128B, 1T), and a run needs layers, width and heads. Depth and width follow the paper's own
 models, which grow wider faster than deeper: 48 × 1600 at 1.5B, 72 × 3072 at 8B, 125 × 8192 at 100B; 128 × 25600 at 1T.
-The vocabulary, about as large as GPT-2's, takes up what is left, so that Ψ is hit within half the width.
+The vocabulary, about as large as GPT-2's, takes the rest, so that Ψ is met within half the width.
 """
 
 import math
@@ -12,38 +12,38 @@ from zero_minimal.core.mesh import divisors
 from zero_minimal.workload.model import GPTConfig
 
 VOCABULARY = 50257  # GPT-2's
-POSITIONS = 1024  # tokens, in a model that is asked for by its size: as in the paper
+POSITIONS = 1024  # tokens, for a model requested by its size: as in the paper
 SMALL = 100_000_000  # below this a vocabulary of bytes: GPT-2's would be most of the model
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """Elements of our GPT: in a block 12h² of matrices and 13h of biases and norms; embeddings; the last norm."""
+    """Elements of our GPT: each block's 12h² in matrices and 13h in biases and norms; embeddings; the last norm."""
     return config.layers * block_parameters(config) + root_parameters(config)
 
 
 def block_parameters(config: GPTConfig, model_parallel: int = 1) -> int:
-    """Elements of a block, which is a unit of stage 3; of a model-parallel rank's part: norms, and the biases of
-    row-parallel layers, are whole on each."""
+    """Elements of a block (a unit of stage 3), or of a model-parallel rank's part of it: norms, and biases of
+    row-parallel layers, are replicated."""
     return (12 * config.hidden**2 + 7 * config.hidden) // model_parallel + 6 * config.hidden
 
 
 def root_parameters(config: GPTConfig, model_parallel: int = 1) -> int:
-    """Elements of what is outside the blocks, which is stage 3's root unit; of a model-parallel rank's part: positions
-    and the norm are whole on each."""
+    """Elements outside the blocks (stage 3's root unit), or of a model-parallel rank's part of them: positions and the
+    norm are replicated."""
     return (-(-config.vocabulary // model_parallel) + config.sequence + 2) * config.hidden
 
 
 def shape_for(
     parameters: int, sequence: int, model_parallel: int = 1, layers: int | None = None, **options
 ) -> GPTConfig:
-    """The GPTConfig of about `parameters` elements whose shape is the most usual one.
+    """The GPTConfig of about `parameters` elements with the most usual shape.
 
     Args:
         sequence: tokens; positions are parameters too.
         model_parallel: must divide the heads, and so the width.
-        layers: about so many, where the usual depth does not matter.
+        layers: about how many, instead of the usual depth.
         options: for GPTConfig (recompute, …).
-    Raises: ValueError if there is none, since the model is too small for these.
+    Raises: ValueError if the model is too small for these.
     """
     vocabulary = VOCABULARY if parameters >= SMALL else 256
     ideal = (parameters / 12 / layers**3) ** 0.5 if layers else _aspect(parameters)  # Ψ ≈ 12 L³ aspect²
@@ -65,7 +65,7 @@ def shape_for(
                         dropout=0.0, **options,
                     )
         if best is not None and best[0] < 1:
-            return best[1]  # else with smaller heads
+            return best[1]  # otherwise try smaller heads
     if best is None:
         raise ValueError(f"no GPT of {parameters:,} parameters has positions for {sequence:,} tokens on "
                          f"{model_parallel} model-parallel ranks: ask for more parameters or fewer of these ranks, or "
@@ -79,11 +79,10 @@ def _aspect(parameters: int) -> float:
 
 
 def usual_shape(parameters: int, sequence: int, model_parallel: int, recompute: bool) -> GPTConfig:
-    """The GPT that --params asks for: the same blocks and vocabulary for every sequence, so that these can be compared.
+    """The GPT for --params: the same blocks and vocabulary for every sequence length, so that lengths can be compared.
 
-    It has about `parameters` elements with positions for 1024 tokens; for another sequence it has more or fewer of
-    these, and nothing else changes. Nor does it for model-parallel ranks, but for the number of heads, if they can
-    share its width.
+    It has about `parameters` elements with positions for 1024 tokens; another sequence length changes only the number
+    of positions. Model-parallel ranks change only the number of heads, if they can share the width.
     Raises: ValueError if there is none.
     """
     config = shape_for(parameters, POSITIONS)
@@ -97,9 +96,9 @@ def usual_heads(hidden: int, model_parallel: int) -> int:
     """Heads of a usual size that model-parallel ranks can share. Raises: ValueError if the width has none."""
     check_divides(model_parallel, hidden,
                   f"{model_parallel} model-parallel ranks cannot share a width of {hidden} equally")
-    share = hidden // model_parallel  # of a rank: whole heads
+    share = hidden // model_parallel  # a rank's width, in whole heads
     sizes = [size for size in divisors(share) if size <= 128]
-    # kernels like heads of these sizes; else large ones, and multiples of 8
+    # kernels are fast at 64 and 128; otherwise prefer large sizes, and multiples of 8
     return hidden // max(sizes, key=lambda size: (size in (64, 128), size >= 32, size % 8 == 0, size))
 
 
@@ -109,6 +108,6 @@ def check_heads(config: GPTConfig, model_parallel: int) -> None:
 
 
 def check_divides(parts: int, whole: int, refusal: str) -> None:
-    """Raises: ValueError(refusal), and which numbers are accepted, if the whole cannot be cut in so many parts."""
+    """Raises: ValueError(refusal), with the accepted numbers, if `whole` cannot be cut into `parts` equal parts."""
     if whole % parts:
         raise ValueError(f"{refusal}; accepted: {', '.join(map(str, divisors(whole)))}")

@@ -1,4 +1,4 @@
-"""How anything is drawn: style.py is the look of all pictures, each other file a subject.
+"""All pictures: style.py defines their common look, and each other file draws one subject.
 
-A function draw_… returns a Figure, which style.save writes and a notebook shows; a function …_panel draws on an axis.
+A function draw_… returns a Figure, which style.save writes or a notebook shows; a function …_panel draws on an axis.
 """

@@ -1,4 +1,4 @@
-"""Activation chart: what checkpoints and P_a change: activations, one block's input on all ranks, its messages."""
+"""Activation chart: what checkpoints and P_a change in activations, one block's input on all ranks, and messages."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from zero_minimal.pictures.style import (
     stacked_areas,
 )
 
-PHASES = {  # of a block: the look of its messages, and words
+PHASES = {  # phases of a block: the look of their messages, and their labels
     "forward": (SENT, "forward"),
     "again": (("#E7BFD6", "//"), "forward again, in backward"),
     "backward": (("#8C4A73", ""), "backward"),
@@ -28,9 +28,9 @@ PHASES = {  # of a block: the look of its messages, and words
 
 
 def draw_staircase(stairs: dict[str, dict]) -> Figure:
-    """Activations through a step, a panel for each mode.
+    """Activations during a step, a panel for each mode.
 
-    Args: stairs, {mode: {"activations": bytes after each allocation and free, "backward": the place where it begins}}.
+    Args: stairs, {mode: {"activations": bytes after each allocation and free, "backward": the index where it begins}}.
     """
     result, axes = figure(1, len(stairs), PAGE, 3.3)
     highest = max(max(one["activations"]) for one in stairs.values()) / 1e6
@@ -55,7 +55,7 @@ def draw_staircase(stairs: dict[str, dict]) -> Figure:
 def draw_copies(copies: dict[str, list], moments: Sequence[str], numbers: int) -> Figure:
     """One block's input: a panel for each mode, a line for each rank, a column for each moment.
 
-    Args: copies, {mode: [rank][moment], [first, how many] of its elements that this rank holds}; numbers: of all.
+    Args: copies, {mode: [rank][moment], [first, count] of the elements that this rank holds}; numbers: how many in all.
     """
     world_size = len(next(iter(copies.values())))
     result, axes = figure(1, len(copies), PAGE, 0.42 * world_size + 1.3)
@@ -71,8 +71,8 @@ def draw_copies(copies: dict[str, list], moments: Sequence[str], numbers: int) -
 
 
 def draw_messages(messages: dict[str, list], size: int) -> Figure:
-    """The messages of one block in a step, a line for each mode, in order. A square is what an all-gather of its input
-    sends; an all-reduce sends twice that.
+    """The messages of one block in a step, in order, a line for each mode. One square is what an all-gather of the
+    block's input sends; an all-reduce sends two.
 
     Args: messages, {mode: [phase, name, bytes of the whole vector]}; size: bytes of the block's input.
     """
@@ -90,7 +90,7 @@ def draw_messages(messages: dict[str, list], size: int) -> Figure:
 
 
 def _squares(axis: Axes, line: int, calls: list, size: int) -> int:
-    """Draws them; returns how many there are."""
+    """Draws the squares of these messages; returns their number."""
     place = 0
     for phase, name, count in calls:
         width = round(count / size * (2 if name == "all_reduce" else 1))

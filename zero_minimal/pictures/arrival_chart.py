@@ -17,9 +17,9 @@ UNDER_WAY = (SENT[0], "xx")
 
 
 def draw_arrivals(ways: dict[str, Sequence[Event]]) -> Figure:
-    """Two lanes a way: what the rank does, a slot for each gradient and for each wait; and its messages.
+    """Two lanes for each way: what the rank does, a slot for each gradient and each wait; and its messages.
 
-    The slots are events, not time: each is as wide as any other. Args: ways {name: Events of a pass}.
+    The slots show events, not time: all have the same width. Args: ways {name: Events of a pass}.
     """
     result, axes = figure(len(ways), 1, PAGE, 0.9 + 1.25 * len(ways))
     longest = max(_slots(events) for events in ways.values())
@@ -57,9 +57,9 @@ def _lanes(axis: Axes, events: Sequence[Event]) -> None:
 
 
 def draw_bucket_cost(points: Sequence[tuple[int, float]], whole: int, cost: Cost) -> Figure:
-    """Seconds to all-reduce all gradients over the size of a bucket: measured, and what the fit says.
+    """Seconds to all-reduce all gradients against the bucket size: measured, and by the fit.
 
-    Args: points (bucket bytes, seconds); whole, bytes of all gradients; cost of one all-reduce: α, and β a byte.
+    Args: points (bucket bytes, seconds); whole, bytes of all gradients; cost of one all-reduce: α, and β per byte.
     """
     result, axes = figure(1, 1, PAGE, 4.0)
     axis, sizes = axes[0][0], [bytes for bytes, _ in points]

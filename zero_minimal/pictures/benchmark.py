@@ -1,4 +1,4 @@
-"""Benchmark: times of a step beside DDP's, what is sent and held, and how times grow along a sweep."""
+"""Benchmark: step times compared with DDP's, traffic and memory, and how times grow along a sweep."""
 
 import statistics
 
@@ -9,13 +9,13 @@ from matplotlib.ticker import LogLocator, NullLocator
 from zero_minimal.meters.rounds import ratios, run_seconds
 from zero_minimal.pictures import style
 
-LEDGER, RESIDENT = ("#444444", ""), ("#AAAAAA", "xx")  # peak memory: as the ledger counts, and as the system saw it
+LEDGER, RESIDENT = ("#444444", ""), ("#AAAAAA", "xx")  # peak memory: by the ledger, and by the operating system
 OURS = {"color": "black", "linewidth": 1.6, "markerfacecolor": "black", "markeredgecolor": "black"}
 LATE = OURS | {"linestyle": "--"}
 TORCHS = {"color": "#777777", "linewidth": 1.2, "markerfacecolor": "white", "markeredgecolor": "black"}
 DEEPSPEEDS = TORCHS | {"linestyle": "--", "markerfacecolor": "#BBBBBB"}
 FLOOR = {"color": "black", "linewidth": 1.0, "linestyle": ":"}
-PEER_OF = {"DDP": 0, "ZeroRedundancy": 1, "FSDP2 kept": 2, "FSDP2": 3}  # the stage that a peer of torch is closest to
+PEER_OF = {"DDP": 0, "ZeroRedundancy": 1, "FSDP2 kept": 2, "FSDP2": 3}  # the stage closest to a peer of torch
 CURVES = {  # of a sweep: the field that grows, label of its axis, title of the panel on growth
     "weak": ("ranks", "ranks, each with its own batch", "Weak scaling: time of a step, times that of one rank"),
     "strong": ("ranks", "ranks that share one batch", "Strong scaling: times as fast as one rank"),
@@ -26,13 +26,13 @@ CURVES = {  # of a sweep: the field that grows, label of its axis, title of the 
 
 
 def draw_benchmark(rows: list[dict]) -> Figure:
-    """The rows of `python -m zero_minimal bench`: a line of panels for each model or, if it was a sweep, each curve."""
+    """The rows of `python -m zero_minimal bench`: a row of panels for each model or, for a sweep, each curve."""
     curves = list(dict.fromkeys(curve for row in rows for curve in row["sweeps"]))
     return draw_models(rows) if curves == [""] else draw_curves(rows, curves)
 
 
 def draw_speeds(runs: list[dict[str, list]]) -> Figure:
-    """Times of a step over DDP's of the same round, and what went over the wire.
+    """Step times divided by DDP's of the same round, and bytes on the wire.
 
     Args: runs [rank] {contender: a report of timing.time_steps for each round}.
     """
@@ -56,7 +56,7 @@ def draw_speeds(runs: list[dict[str, list]]) -> Figure:
 
 
 def run_look(name: str) -> dict:
-    """Line and marker of a contender. The marker says the stage; it is black for ours, white for torch's, else grey."""
+    """Line and marker of a contender. The marker shows the stage; it is black for ours, white for torch's, or grey."""
     if name == "floor":
         return FLOOR
     ours = {"stage": OURS, "late": LATE, "kept": LATE}.get(name.split()[0])
@@ -65,11 +65,11 @@ def run_look(name: str) -> dict:
     return look | {"marker": style.MARKERS[stage], "markersize": 6}
 
 
-# --------------------------------------------------------------------------------------------------- a line a contender
+# -------------------------------------------------------------------------------------------- a line for each contender
 
 
 def draw_models(rows: list[dict]) -> Figure:
-    """For each model: times beside DDP's, traffic, and memory; a line for each contender."""
+    """For each model: times compared with DDP's, traffic, and memory; a line for each contender."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     lines = max(sum(row["model"] == model for row in rows) for model in models)
     result, axes = style.figure(len(models), 3, style.PAGE, 1.6 + (0.8 + 0.36 * lines) * len(models))
@@ -93,9 +93,9 @@ def draw_models(rows: list[dict]) -> Figure:
 
 
 def spread_panel(axis: Axes, rows: list[dict]) -> None:
-    """Times of a step over DDP's of the same round: median, quartiles (thick) and extremes (thin).
+    """Step times divided by DDP's of the same round: median, quartiles (thick) and extremes (thin).
 
-    rows: {"name", "ratios": {"DDP": as of rounds.ratios}}, from the top.
+    rows: {"name", "ratios": {"DDP": as from rounds.ratios}}, from top to bottom.
     """
     thick = {"color": "#999999", "linewidth": 5, "solid_capstyle": "butt"}
     axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--", label="DDP's time")
@@ -123,7 +123,7 @@ def sent_panel(axis: Axes, rows: list[dict]) -> None:
 
 
 def peak_panel(axis: Axes, rows: list[dict]) -> None:
-    """Bytes of a rank at its peak."""
+    """Bytes that a rank holds at its peak."""
     bar_pairs(axis, {
         "peak by the ledger": ([row["peak_ledger_bytes"] for row in rows], LEDGER),
         "peak of resident memory": ([row["peak_resident_bytes"] for row in rows], RESIDENT),
@@ -132,7 +132,7 @@ def peak_panel(axis: Axes, rows: list[dict]) -> None:
 
 
 def bar_pairs(axis: Axes, pair: dict[str, tuple[list[float | None], style.Look]]) -> None:
-    """Two bars on each line. pair: {label: (bytes of each line, look)}; None, not known, is no bar."""
+    """Two bars on each line. pair: {label: (bytes of each line, look)}; None, unknown, gives no bar."""
     for shift, (label, (values, look)) in zip((-0.2, 0.2), pair.items(), strict=True):
         lengths = [(value or 0) / 1e6 for value in values]
         style.flat_bars(axis, [position + shift for position in range(len(values))], lengths, look, label, 0.38)
@@ -142,12 +142,12 @@ def bar_pairs(axis: Axes, pair: dict[str, tuple[list[float | None], style.Look]]
 
 
 def draw_curves(rows: list[dict], curves: list[str]) -> Figure:
-    """For each curve of a sweep: how the times grow, and how they stand beside DDP's."""
+    """For each curve of a sweep: how the times grow, and how they compare with DDP's."""
     result, axes = style.figure(len(curves), 2, style.PAGE, 4.2 * len(curves))
     for (growth, beside), curve in zip(axes, curves, strict=True):
         field, words, title = CURVES[curve]
         own = sorted((row for row in rows if curve in row["sweeps"]), key=lambda row: row[field])
-        sizes = sorted({row[field] for row in own})  # what grows
+        sizes = sorted({row[field] for row in own})  # the values of the field that grows
         for name in dict.fromkeys(row["name"] for row in own):
             line = [row for row in own if row["name"] == name]
             growth_curve(growth, curve, [row[field] for row in line], line)
@@ -175,14 +175,14 @@ def draw_curves(rows: list[dict], curves: list[str]) -> Figure:
 
 
 def tick_words(field: str, size: float) -> str:
-    """What grows, at a tick."""
+    """A tick's label on the axis of the field that grows."""
     if field in ("parameters", "link_bits_per_second"):
         return f"{size / 1e6:.4g}" + (" M" if field == "parameters" else "")
     return str(size)
 
 
 def growth_curve(axis: Axes, curve: str, sizes: list[int], line: list[dict]) -> None:
-    """One contender's times, or what its ranks make of them, over what grows."""
+    """One contender's times, or their ratio to the first time, against the field that grows."""
     seconds = [row["step_seconds"] for row in line]
     if curve == "weak":
         values = [value / seconds[0] for value in seconds]
@@ -194,7 +194,7 @@ def growth_curve(axis: Axes, curve: str, sizes: list[int], line: list[dict]) -> 
 
 
 def ratio_curve(axis: Axes, sizes: list[int], line: list[dict]) -> None:
-    """One contender's times over DDP's, with quartiles."""
+    """One contender's times divided by DDP's, with quartiles."""
     beside = [row["ratios"]["DDP"] for row in line]
     medians = [ratio["median"] for ratio in beside]
     below = [ratio["median"] - ratio["lower_quartile"] for ratio in beside]
@@ -203,7 +203,7 @@ def ratio_curve(axis: Axes, sizes: list[int], line: list[dict]) -> None:
 
 
 def log_milliseconds(axis: Axes) -> None:
-    """A logarithmic axis with plain figures on it: 5, 10, 20, 50, …"""
+    """A logarithmic axis with plain numbers: 5, 10, 20, 50, …"""
     axis.set_yscale("log")
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter("{x:g}")

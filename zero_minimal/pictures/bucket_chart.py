@@ -1,4 +1,4 @@
-"""Buckets: how the gradients of one bucket after the other come, are sent, and become shards."""
+"""Buckets: how the gradients of bucket after bucket are computed, sent, and become shards."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,15 +9,15 @@ KINDS: dict[str, tuple[Look, str]] = {  # from the bottom of a lane to its top
     "shard": (("#6B3A00", ""), "own shard of the mean"),
     "sent": (LOOKS["gradients"], "whole, on its way to the other ranks"),
     "coming": (("#FBE3B0", ""), "whole, as backward makes it"),
-    "idle": (IDLE, "kept, and nobody reads it"),  # in grey it must not look like what backward makes
+    "idle": (IDLE, "kept, and nobody reads it"),  # in grey print it must not look like computed gradients
 }
-STEP = 1.65  # from lane to lane, in heights of a whole bucket: while it is sent there is more than that
-AFTER = 0.06  # of the pass: for so much longer the picture shows what is left of it
+STEP = 1.65  # distance of lanes, in heights of a whole bucket: a bucket being sent takes more than one
+AFTER = 0.06  # share of the pass: how much longer the picture shows what remains
 
 
 def draw_buckets(stages: dict[str, dict]) -> Figure:
-    """A panel for each stage, in it a lane for each bucket. To the right: one backward pass, gradient by gradient. The
-    height of a lane is memory.
+    """A panel for each stage, with a lane for each bucket. From left to right: one backward pass, gradient by gradient.
+    The height of a lane is memory.
 
     Args: stages, {name: the record of meters/buckets.py}.
     """
@@ -40,7 +40,7 @@ def draw_buckets(stages: dict[str, dict]) -> Figure:
 
 
 def lane(axis: Axes, heights: dict[str, list[float]], floor: float) -> None:
-    """One bucket: its kinds of memory on one another, from `floor` up. heights: {kind: [moment]}."""
+    """One bucket: its kinds of memory, stacked from `floor` up. heights: {kind: [moment]}."""
     moments = len(heights["shard"])
     times = [*range(moments), moments * (1 + AFTER)]
     bottom = [floor] * len(times)

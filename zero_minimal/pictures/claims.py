@@ -1,4 +1,4 @@
-"""Claims: a card with what somebody says, what would refute it, the run, number and verdict; and all verdicts."""
+"""Claims: a card with a claim, what would refute it, the run, the number and the verdict; and all verdicts."""
 
 import textwrap
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from zero_minimal.pictures.style import LOOKS, PAGE, PLAIN, flat_bars
 VERDICTS = ("true", "true if", "false", "not shown")
 MARKS = {"true": ("o", "#009E73"), "true if": ("^", "#0072B2"), "false": ("X", "#D55E00"),
          "not shown": ("s", "#777777")}
-LINE = 0.155  # inches: of text of 9 points
+LINE = 0.155  # inches: the height of a line of 9-point text
 
 
 def draw_card(card: dict, bars: Sequence[tuple[str, float, bool]], axis_name: str) -> Figure:
-    """One card, with a small plot of what was measured for it.
+    """One card, with a small plot of its measurements.
 
     Args:
         card: of measured.json: card, claim, refuted by, run, number, unit, verdict, value.
-        bars: (what it is, its value, whether it is what the claim relies on), the first one on top.
+        bars: (name, value, whether the claim relies on it), the first one on top.
     """
     result = Figure(figsize=(PAGE, 4.6), layout="none")
     page = result.add_axes((0, 0, 1, 1))
@@ -84,12 +84,12 @@ def draw_verdicts(cards: Sequence[dict]) -> Figure:
 
 
 def valued(card: dict) -> str:
-    """A card's number with its unit, in three digits."""
+    """A card's number to three digits, with its unit."""
     value, unit = card["value"], card["unit"]
     digits = f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return f"{digits} {unit}".strip()
 
 
 def _capital(text: str) -> str:
-    """With a large first letter, unless that is the name f."""
+    """Capitalise the first letter, unless it is the name f."""
     return text if text[:2] in ("f ", "f,") else text[:1].upper() + text[1:]

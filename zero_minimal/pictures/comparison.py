@@ -16,7 +16,7 @@ def draw_comparison(rows: list[dict], note: str) -> Figure:
     """The runs of `python -m zero_minimal compare`: memory, traffic, speed and losses, with a note on the losses."""
     result, axes = figure(2, 2, PAGE, 7.8)
     stages = [row["stage"] is not None for row in rows]
-    positions = [index + (0 if is_stage else 0.4) for index, is_stage in enumerate(stages)]  # peers stand apart
+    positions = [index + (0 if is_stage else 0.4) for index, is_stage in enumerate(stages)]  # a gap before the peers
     memory_panel(axes[0][0], rows, positions)
     traffic_panel(axes[0][1], rows, positions)
     speed_panel(axes[1][0], rows, positions)
@@ -52,31 +52,31 @@ def draw_configs(rows: list[dict]) -> Figure:
 
 
 def speed_panel(axis: Axes, rows: list[dict], positions: Sequence[float]) -> None:
-    """Tokens that all ranks together learn from in a second."""
+    """Tokens per second that all ranks together train on."""
     bars_with_labels(axis, positions, [row["tokens_per_second"] for row in rows])
     axis.set_title("Throughput of all ranks", fontsize=11)
     axis.set_ylabel("tokens per second")
 
 
 def bars_with_labels(axis: Axes, positions: Sequence[float], heights: Sequence[float]) -> None:
-    """Grey bars, the whole number that each stands for above it."""
+    """Grey bars, each with its rounded number above it."""
     axis.bar_label(bars(axis, positions, heights, PLAIN), [f"{height:,.0f}" for height in heights], padding=2)
     axis.margins(y=0.1)
 
 
 def loss_panel(axis: Axes, rows: list[dict], note: str) -> None:
-    """All losses in one panel: curves that lie on one another show as one curve, with the markers of all."""
+    """All losses in one panel: equal curves look like one curve, with the markers of all."""
     steps = len(rows[0]["losses"])
     every = max(1, steps // 6)
     for index, row in enumerate(rows):
-        marked = list(range(index * every // len(rows), steps, every))  # each run marks steps of its own
+        marked = list(range(index * every // len(rows), steps, every))  # each run marks different steps
         axis.plot(range(steps), row["losses"], color="#777777", linewidth=0.9, marker=MARKERS[index], markersize=7,
                   markevery=marked, markerfacecolor="white", markeredgecolor="black", label=row["name"])
     axis.set_title("Training loss, mean of the ranks", fontsize=11)
     axis.set_xlabel("step")
     axis.set_ylabel("nats a byte")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    whole = note.replace("stage ", "stage\u00a0")  # "stage" and its number stay in one line
+    whole = note.replace("stage ", "stage\u00a0")  # keep "stage" and its number on one line
     note = "\n".join(part for line in whole.splitlines() for part in textwrap.wrap(line, 56, subsequent_indent="  "))
     legend(axis, columns=3, headroom=0.15 + 0.05 * len(note.splitlines()))
     axis.text(0.01, 0.85, note, transform=axis.transAxes, ha="left", va="top", fontsize=9)

@@ -15,7 +15,7 @@ STANDS = "stands at a message or at the bus"
 
 
 def draw_crossings(steps: dict[str, tuple]) -> Figure:
-    """A panel for each step: four lanes of one rank, over one axis of time.
+    """A panel for each step: four lanes of one rank, on one time axis.
 
     Args: steps, {title: (computing, collectives, crossings)} as in meters/events.py and meters/host_link_times.py.
     """
@@ -42,10 +42,10 @@ def draw_crossings(steps: dict[str, tuple]) -> Figure:
 
 
 def draw_elsewhere(rungs: dict[str, dict[str, float]]) -> Figure:
-    """Bytes a parameter, a bar for each rung: on the device by category, upward; on the host, downward. The number
-    above a bar is that of the model states.
+    """Bytes per parameter, a bar for each rung: on the device by category, upward; on the host, downward. The number
+    above a bar counts the model states.
 
-    Args: rungs, {name: {state: bytes a parameter on the device, "bus": of its buffers, "host": on the host}}.
+    Args: rungs, {name: {state: bytes per parameter on the device, "bus": of its buffers, "host": on the host}}.
     """
     result, axes = style.figure(1, 1, 7.5, 4.0)
     axis, places = axes[0][0], range(len(rungs))
@@ -68,9 +68,9 @@ def draw_elsewhere(rungs: dict[str, dict[str, float]]) -> Figure:
 
 
 def draw_slowed(slowed: dict[int, Sequence]) -> Figure:
-    """How much longer a step takes over a bus, a line for each number of tokens.
+    """How much longer a step takes with a slow bus, a line for each number of tokens.
 
-    Args: slowed, {tokens of a rank: [(GB/s, step time as a multiple of that over an endless bus)]}.
+    Args: slowed, {tokens of a rank: [(GB/s, step time divided by that with an infinitely fast bus)]}.
     """
     result, axes = style.figure(1, 1, style.PAGE, 4.3)
     axis = axes[0][0]
@@ -89,7 +89,7 @@ def draw_slowed(slowed: dict[int, Sequence]) -> Figure:
 
 
 def draw_turns(found: dict[str, Sequence]) -> Figure:
-    """Which buffer is read into, worked on and written, over time; the number in a box is the shard.
+    """Which buffer is read into, worked on and written over time; the number in a box is the shard's.
 
     Args: found, {title: list of meters.turns_of_buffers.Turn}.
     """

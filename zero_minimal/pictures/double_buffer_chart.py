@@ -1,4 +1,4 @@
-"""Double buffer chart: two that take turns; what they cost beside one for all; what a sum of 16 bit loses."""
+"""Double buffer chart: two buffers that take turns; their cost against one large buffer's; the loss of 16-bit sums."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -7,15 +7,14 @@ from matplotlib.patches import Rectangle
 from zero_minimal.pictures import style
 
 FILLED, TRAVELS, READ = style.LOOKS["gradients"], style.COMING, style.LOOKS["parameters"]
-TENSORS = ("#E6E6E6", "#BDBDBD")  # one beside the other in the long vector
+TENSORS = ("#E6E6E6", "#BDBDBD")  # alternating in the long vector
 
 
 def draw_trays(records: dict[str, dict], names: str = "g") -> Figure:
-    """For each record the tensors as one long vector, cut into loads, and below it the two buffers: a column for each
-    time that the rank fills or unpacks one, and what is on its way meanwhile.
+    """For each record, the tensors as one long vector, cut into loads, and below it the two buffers: a column for each
+    time that the rank fills or unpacks one, and the load that is sent meanwhile.
 
-    Args: records, {title: the record of meters/double_buffer_trace.py}; names, what a tensor is called before its
-        number.
+    Args: records, {title: the record of meters/double_buffer_trace.py}; names, the letter before a tensor's number.
     """
     heights = [height for _ in records for height in (0.65, 1.5)]
     result = Figure(figsize=(style.PAGE, sum(heights) + 0.9 * len(records)), layout="constrained")
@@ -48,19 +47,19 @@ def _vector(axis: Axes, record: dict, names: str) -> None:
         axis.plot([start, start], [-0.25, 1.25], color="black", linewidth=1.5, clip_on=False)
         axis.text((first + start) / 2, -0.4, f"load {number + 1}", ha="center", va="top", fontsize=9)
     axis.plot([0, 0], [-0.25, 1.25], color="black", linewidth=1.5, clip_on=False)
-    for tensor, place in narrow.items():  # with a name above, if there was room for none inside
+    for tensor, place in narrow.items():  # names that do not fit inside go above
         if place is not None:
             axis.text(place, 1.3, f"{names}{tensor}", ha="center", va="bottom", fontsize=9)
     axis.set(xlim=(0, max(start, 1)), ylim=(-0.9, 2.1), xticks=[], yticks=[])
 
 
 def columns(record: dict) -> list[tuple[str, int | None, int]]:
-    """(kind, buffer, load) of each time that the rank fills or unpacks."""
+    """(kind, buffer, load) for each time that the rank fills or unpacks."""
     return [(kind, place, load) for kind, place, load in record["events"] if kind in ("fill", "unpack")]
 
 
 def on_the_way(record: dict) -> dict[tuple[int | None, int], tuple[float, float]]:
-    """(buffer, load): from which column to which it travels. It ends where the rank has waited for it, or never."""
+    """{(buffer, load): (first, last) column of its collective}. It ends when the rank has waited for it, or never."""
     spans: dict = {}
     column, last = -1, len(columns(record))
     for kind, place, load in record["events"]:
@@ -73,8 +72,8 @@ def on_the_way(record: dict) -> dict[tuple[int | None, int], tuple[float, float]
 
 
 def _lanes(axis: Axes, record: dict) -> None:
-    """A line for each buffer, in the order in which they are taken; other memory has a line for each load. What is done
-    to a buffer that is on its way is drawn small, inside of that."""
+    """A line for each buffer, in the order in which they are taken; other memory has a line for each load. Work on a
+    buffer during its collective is drawn small, inside the collective."""
     done, spans = columns(record), on_the_way(record)
     keys = dict.fromkeys((place, load if place is None else None) for _, place, load in done)
     lines = sorted(keys, key=lambda key: key[0] is None)
@@ -107,12 +106,12 @@ def _cell(axis: Axes, start: float, length: float, line: int, look: tuple, words
 
 
 def draw_sizes(rows: list[dict], prices: list[dict]) -> Figure:
-    """Left: MB of buffers against the parameters of the model. Right: time of one model's all-reduce against the size
-    of a buffer.
+    """Left: MB of buffers against the model's parameters. Right: time of one model's all-reduce against the buffer
+    size.
 
     Args:
         rows: "parameters", "fused" and "constant" in bytes, "measured": False for those that are calculated.
-        prices: "size" of a buffer in bytes, or None for one buffer for all; "seconds"; "collectives".
+        prices: "size" of a buffer in bytes, or None for one large buffer; "seconds"; "collectives".
     """
     result, ((memory, time),) = style.figure(1, 2, style.PAGE, 3.9)
     for number, (name, words) in enumerate((("fused", "one buffer for all"), ("constant", "two constant buffers"))):
@@ -143,7 +142,7 @@ def draw_sizes(rows: list[dict], prices: list[dict]) -> Figure:
 
 
 def draw_ones(sums: dict[str, list[float]], every: int) -> Figure:
-    """A sum of ones, rank after rank, a line for each dtype. sums: {dtype: the sum after each `every` ranks}."""
+    """A sum of ones, rank after rank, a line for each dtype. sums: {dtype: the sums after every `every` ranks}."""
     result, axes = style.figure(1, 1, style.PAGE, 3.3)
     axis = axes[0][0]
     for number, (name, values) in enumerate(sums.items()):

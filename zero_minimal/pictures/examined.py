@@ -1,4 +1,4 @@
-"""Examined: claims beside what runs gave. Losses of several runs; numbers of runs beside the one that was claimed."""
+"""Examined: claims compared with runs. Losses of several runs; numbers of runs compared with the claimed one."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,7 @@ VERDICTS = {"true": "o", "true if": "^", "false": "X", "not shown": "D"}  # a ma
 
 
 def draw_losses(runs: dict[str, Sequence[float]], title: str = "") -> Figure:
-    """A line for each run. runs: {name: the loss of each step}. Lines that are the same lie on one another: their
-    markers stand in turns."""
+    """A line for each run. runs: {name: the loss of each step}. Equal lines overlap: their markers alternate."""
     result, axes = style.figure(1, 1, PAGE, 3.6)
     axis = axes[0][0]
     for number, (name, losses) in enumerate(runs.items()):
@@ -25,7 +24,7 @@ def draw_losses(runs: dict[str, Sequence[float]], title: str = "") -> Figure:
 
 def draw_beside_claim(found: dict[str, float], claimed: float | None, unit: str, title: str = "",
                       claim: str = "claimed") -> Figure:
-    """A bar for each run, and a line across all where the claim says that they end. found: {name: number}."""
+    """A bar for each run, and a line across all at the claimed number. found: {name: number}."""
     result, axes = style.figure(1, 1, PAGE, 3.4)
     axis, places = axes[0][0], list(range(len(found)))
     style.bars(axis, places, list(found.values()), PLAIN, width=0.55)
@@ -40,8 +39,8 @@ def draw_beside_claim(found: dict[str, float], claimed: float | None, unit: str,
 
 
 def draw_cards(examined: dict[str, tuple[str, float]], unit: str = "number that the run gave, log scale") -> Figure:
-    """One line a card: its number on a scale of powers of ten, marked by the verdict. examined: {name: (verdict,
-    number)}; of a number of 0 the mark stands at the left edge."""
+    """One line per card: its number on a logarithmic scale, marked by the verdict. examined: {name: (verdict, number)};
+    the mark of a number 0 is at the left edge."""
     result, axes = style.figure(1, 1, PAGE, 1.2 + 0.34 * max(len(examined), 1))
     axis, names = axes[0][0], list(examined)
     values = [abs(number) for _, number in examined.values() if number]

@@ -1,4 +1,4 @@
-"""GPU: what `python -m zero_minimal check-gpu` found, on one page."""
+"""GPU: the results of `python -m zero_minimal check-gpu` on one page."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,8 +9,8 @@ STATUS = {"ok": ("#009E73", ""), "off": ("#E69F00", "//"), "failed": ("#D55E00",
 
 
 def draw_gpu(parts: list[dict]) -> Figure:
-    """Four panels: how long each part took and how it ended; memory, ledger beside allocator; what of the copies and
-    messages ran beside kernels; times of a step. One whose part has failed or was left out says so."""
+    """Four panels: how long each part took and how it ended; memory, by ledger and allocator; the share of copies and
+    messages that overlapped with kernels; step times. A panel says so if its part failed or was left out."""
     result, axes = figure(2, 2, PAGE, 7.6)
     found = {part["part"]: part for part in parts}
     draw_parts(axes[0, 0], parts)
@@ -29,7 +29,7 @@ def draw_gpu(parts: list[dict]) -> Figure:
 
 
 def draw_parts(axis: Axes, parts: list[dict]) -> None:
-    """Seconds of each part, in the colour of how it ended."""
+    """Seconds of each part, coloured by its result."""
     axis.set_title("Seconds of each part, and how it ended", fontsize=10)
     for place, part in enumerate(parts):
         flat_bars(axis, place, max(part["seconds"], 0.1), STATUS[part["status"]])
@@ -41,7 +41,7 @@ def draw_parts(axis: Axes, parts: list[dict]) -> None:
 
 
 def draw_memory(axis: Axes, rows: list[dict], found: dict) -> None:
-    """Two bars a stage."""
+    """Two bars for each stage."""
     for shift, who, look in ((-0.2, "ledger", PLAIN), (0.2, "allocator", ON_THE_WIRE)):
         heights = [row[who]["peak"] / 1e9 for row in rows]
         bars(axis, [place + shift for place in range(len(rows))], heights, look, who, width=0.36)
@@ -51,7 +51,7 @@ def draw_memory(axis: Axes, rows: list[dict], found: dict) -> None:
 
 
 def draw_hidden(axis: Axes, rows: list[dict], found: dict) -> None:
-    """A bar for each way of each run: offload, checkpoints, NCCL."""
+    """A bar for each direction in each run: offload, checkpoints, NCCL."""
     shares = [(f"{row['name'].split(',')[0]}\n{words}", row["hidden"][way], SENT) for row in rows
               for way, words in (("DtoH", "leaves"), ("HtoD", "returns"))]
     shares += [("P_a+cpu\nleaves", row["hidden"]["DtoH"], SENT) for row in found.get("checkpoints", {}).get("rows", ())
@@ -76,7 +76,7 @@ def draw_times(axis: Axes, rows: list[dict], found: dict) -> None:
 
 
 def nothing(axis: Axes, why: str) -> None:
-    """An empty panel, and the reason."""
+    """An empty panel with the reason."""
     axis.set_xticks([])
     axis.set_yticks([])
     axis.text(0.5, 0.5, why[:60], ha="center", va="center", fontsize=9, transform=axis.transAxes)

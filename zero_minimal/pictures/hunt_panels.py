@@ -1,4 +1,4 @@
-"""Hunt panels: what instruments recorded of a broken run, beside the healthy one. All hunts have these panels."""
+"""Hunt panels: what instruments recorded in a broken run and in the healthy one. All hunts have these panels."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -8,15 +8,15 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.time_line import COMPUTING, UNDER_WAY, WAITING, name_lanes, span_bar
 
 MB = 1e6
-PALE, DARK = "#C9B8E8", "#5E3C99"  # the healthy run and the broken one, where no category has its own colour
+PALE, DARK = "#C9B8E8", "#5E3C99"  # the healthy and the broken run, unless a category has its own colour
 HEALTHY = {"color": PALE, "linewidth": 4.5, "solid_capstyle": "round"}
-POINTS = 40  # of a line, at most: a longer run is drawn by means of some steps
+POINTS = 40  # most points of a line: for a longer run, each is the mean of several steps
 BEFORE = ("white", "////")
 SHOWN = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
 def draw_hunt(hunt: dict) -> Figure:
-    """Six panels, and the time line of a step of each run. `hunt`: a hunt's file."""
+    """Six panels, and the time line of one step of each run. `hunt`: a hunt's file."""
     healthy, broken = hunt["runs"]["healthy"], hunt["runs"]["broken"]
     lanes = 2 * len(healthy)
     result, axes = style.figure(4, 3, style.PAGE, 6.4 + 0.62 * lanes)
@@ -59,7 +59,7 @@ def draw_lines(axis: Axes, healthy: list, broken: list, key: str, title: str) ->
 
 
 def means(values: list[float], every: int) -> tuple[list[float], list[float]]:
-    """Steps, from 1, and the means of so many values at a time; a rest is left out."""
+    """Steps, from 1, and the mean of every `every` values; a remainder is left out."""
     starts = range(0, len(values) - every + 1, every)
     return [start + (every + 1) / 2 for start in starts], [sum(values[start:start + every]) / every for start in starts]
 
@@ -85,8 +85,8 @@ def draw_apart(axis: Axes, healthy: list, broken: list) -> None:
 
 
 def draw_memory(axis: Axes, healthy: dict, broken: dict, key: str, title: str) -> None:
-    """Memory by category in the second step and in the last that was watched. Heights that need not come at once have
-    no sum above them."""
+    """Memory by category in the second step and in the last watched one. Peaks of categories that may be at different
+    moments get no sum above them."""
     last = len(broken["memory"])
     columns = [(run["memory"][step - 1][key], f"{name}\nstep {step}")
                for name, run in (("healthy", healthy), ("broken", broken)) for step in (2, last)]
@@ -103,7 +103,7 @@ def draw_memory(axis: Axes, healthy: dict, broken: dict, key: str, title: str) -
 
 
 def draw_traffic(axis: Axes, healthy: dict, broken: dict) -> None:
-    """The payload of each collective in a step; their number above it."""
+    """The payload of each collective in a step, with the number of calls above it."""
     names = sorted({name for run in (healthy, broken) for name in run["traffic"]["collectives"]})
     nothing = {"calls": 0, "bytes": 0}
     for shift, (run, look, label) in enumerate(((healthy, (PALE, ""), "healthy run, a step"),
@@ -119,7 +119,7 @@ def draw_traffic(axis: Axes, healthy: dict, broken: dict) -> None:
 
 
 def draw_step(axis: Axes, run: list, longest: float) -> None:
-    """Two lanes a rank: what it does and where it waits; and the collectives under way."""
+    """Two lanes for each rank: what it does and when it waits; and the collectives under way."""
     for rank, each in enumerate(run):
         own, messages = 2 * rank, 2 * rank + 0.85
         first = min(one[1] for one in (*each["time"]["computing"], *each["time"]["collectives"]))

@@ -1,4 +1,4 @@
-"""Latency: what a message takes over its size, and the two straight pieces that it is made of."""
+"""Latency: the time of a message against its size, and the two straight lines that it approaches."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ PIECE = {"color": "black", "linewidth": 1.2}
 
 
 def draw_latency(points: Sequence[tuple[int, float]], alpha: float, beta: float) -> Figure:
-    """Times of messages over their sizes, both in powers of ten, and the line α + β·bytes that runs through them.
+    """Times of messages against their sizes, on logarithmic axes, with the fitted line α + β·bytes.
 
-    Args: points (bytes, seconds); alpha, seconds before the first byte; beta, seconds a byte
+    Args: points (bytes, seconds); alpha, seconds before the first byte; beta, seconds per byte
         (meters/latency_probe.py).
     """
     cost = Cost(alpha, beta)
@@ -40,14 +40,14 @@ def draw_latency(points: Sequence[tuple[int, float]], alpha: float, beta: float)
 
 
 def _mark_half(axis: Axes, cost: Cost) -> None:
-    """Where the two pieces cross: a line down, and its number."""
+    """Mark where the two lines cross: a vertical line and its number."""
     axis.axvline(cost.half, **DEVICE)
     axis.annotate(f"n½ = {size_text(cost.half, 2)}: half of the time is α", (cost.half, axis.get_ylim()[0]), (6, 8),
                   textcoords="offset points", fontsize=9)
 
 
 def _name_powers(axis: Axes) -> None:
-    """Powers of ten in words: 1 KB, 100 µs."""
+    """Label powers of ten: 1 KB, 100 µs."""
     axis.set_xlabel("size of the message")
     axis.set_ylabel("time, one way")
     axis.xaxis.set_major_formatter(lambda bytes, _: size_text(bytes))
@@ -56,5 +56,5 @@ def _name_powers(axis: Axes) -> None:
 
 
 def time_text(seconds: float) -> str:
-    """35.2 µs, 1.2 ms: a time of a message, in words."""
+    """A message's time as text: 35.2 µs, 1.2 ms."""
     return seconds_text(seconds) if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

@@ -1,4 +1,4 @@
-"""Memory: what a rank holds at its peak, in the phases of a step, through a step, and with buckets of several sizes."""
+"""Memory: what a rank holds at its peak, in the phases of a step, during a step, and with several bucket sizes."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from zero_minimal.pictures import style
 
 
 def memory_panel(axis: Axes, rows: list[dict], positions: Sequence[float], columns: int = 3) -> None:
-    """Bytes at the peak, stacked by category, with the formula for the model states where there is one.
+    """Bytes at the peak, stacked by category, with the formula for the model states if there is one.
 
     rows: reports of runs, as `compare --json` writes them; a bar for each. columns: of the legend.
     """
@@ -36,8 +36,8 @@ def draw_holdings(measured: dict[str, list], whole: dict[str, float]) -> Figure:
 
     Args:
         measured: {stage: [rank][moment], bytes by category}; the moments are before and after a step.
-        whole: bytes of each state that is not divided. A cell is filled as far as the rank holds it.
-    The length of a bar is measured; it stands where the rank's shard lies.
+        whole: bytes of each undivided state. A cell is filled by the share that the rank holds. The length of a bar is
+    measured; its position is that of the rank's shard.
     """
     stages, world_size = list(measured), len(next(iter(measured.values())))
     width, height = min(style.PAGE, 2.6 * len(stages) + 0.6), 2 * (0.36 * world_size + 0.75) + 0.5
@@ -58,9 +58,9 @@ def draw_holdings(measured: dict[str, list], whole: dict[str, float]) -> Figure:
 
 
 def held_bar(axis: Axes, rank: int, column: int, share: float, position: float, state: str) -> None:
-    """A cell of the table of holdings, of which `share` is filled.
+    """A cell of the table of holdings, filled by `share`.
 
-    position: from 0, the filled part stands at the left end of the cell, to 1, at its right end.
+    position: of the filled part, from 0, the left end of the cell, to 1, the right end.
     """
     left, width = column - 0.45, 0.9
     share = min(share, 1.0)
@@ -70,7 +70,7 @@ def held_bar(axis: Axes, rank: int, column: int, share: float, position: float, 
 
 # ------------------------------------------------------------------------------------------ an all-reduce in two halves
 
-KINDS: dict[str, tuple[style.Look, str, str]] = {  # kind: look, letter in a cell, words of the legend
+KINDS: dict[str, tuple[style.Look, str, str]] = {  # kind: look, letter in a cell, label in the legend
     "own": (("#FBE3B0", ""), "g", "g: a rank's own gradient"),
     "mean": (style.LOOKS["gradients"], "ḡ", "ḡ: the mean of all ranks"),
     "new": (style.LOOKS["parameters"], "p′", "p′: the updated parameter"),
@@ -80,12 +80,12 @@ SHORT = {"parameters": "p", "gradients": "g", "optimizer": "os"}
 
 
 def draw_halves(passes: dict[str, dict[str, list]], held: dict[str, list]) -> Figure:
-    """A line for each way to train. To the left what each rank's vector holds after one phase and the next, cut into
-    shards; at the right end what a rank holds after the step.
+    """A line for each way to train. Left: what each rank's vector holds after each phase, cut into shards. Right: what
+    a rank holds after the step.
 
     Args:
         passes: {way: {phase: [rank][shard], a kind of KINDS}}.
-        held: {way: [rank]: {state: share of all of it}}.
+        held: {way: [rank]: {state: share of the whole}}.
     """
     columns = max(map(len, passes.values())) + 1
     result, axes = style.figure(len(passes), columns, style.PAGE, 2.35 * len(passes) + 0.3)
@@ -107,7 +107,7 @@ def draw_halves(passes: dict[str, dict[str, list]], held: dict[str, list]) -> Fi
 
 
 def cells(axis, ranks: list[list[str]], named: bool) -> None:
-    """A line for each rank, a cell for each shard."""
+    """Draw a line for each rank, a cell for each shard."""
     for rank, shards in enumerate(ranks):
         for number, kind in enumerate(shards):
             look, letter, _ = KINDS[kind]
@@ -122,10 +122,10 @@ def cells(axis, ranks: list[list[str]], named: bool) -> None:
 
 
 def draw_memory_of_a_step(timelines: dict[str, list], timed: bool = True) -> Figure:
-    """Memory through one step, stacked by category: a line of panels for each stage, a panel for each rank. Of one rank
-    alone, the stages stand side by side.
+    """Memory during one step, stacked by category: a row of panels for each stage, a panel for each rank. With only one
+    rank, the stages are side by side.
 
-    Args: timelines {stage: [rank], a ledger's timeline}; timed, whether the axis shows time, or the moments in order.
+    Args: timelines {stage: [rank], a ledger's timeline}; timed: the axis shows time, otherwise moments in order.
     """
     world_size = len(next(iter(timelines.values())))
     lines, columns = (1, len(timelines)) if world_size == 1 else (len(timelines), world_size)
@@ -147,11 +147,11 @@ def draw_memory_of_a_step(timelines: dict[str, list], timed: bool = True) -> Fig
 
 
 def step_panel(axis: Axes, timeline: list, timed: bool) -> None:
-    """One rank's memory through one step, the phases of the step marked by lines. timeline: a ledger's."""
-    began = [number for number, moment in enumerate(timeline) if moment.seconds == 0.0]  # what lived before, one by one
+    """One rank's memory during one step, with lines between its phases. timeline: a ledger's."""
+    began = [number for number, moment in enumerate(timeline) if moment.seconds == 0.0]  # all that existed before
     timeline = timeline[began[-1] if began else 0 :]
     times = [1000 * moment.seconds if timed else number for number, moment in enumerate(timeline)]
-    # the ledger's scalars are left out: a few bytes
+    # leave out the ledger's scalars: a few bytes
     style.stacked_areas(axis, times, {
         category: [moment.bytes[category] / 1e6 for moment in timeline] for category in style.LOOKS})
     backward = [time for time, moment in zip(times, timeline, strict=True) if moment.what.endswith("backward")]
@@ -170,7 +170,7 @@ def step_panel(axis: Axes, timeline: list, timed: bool) -> None:
 
 
 def draw_bucket_sizes(rows: list[dict], shards: float, whole: float) -> Figure:
-    """Gradients and scratch at their highest, over the size of the buckets.
+    """Peaks of gradients and scratch, against the bucket size.
 
     Args: rows, a dict for each size: bucket_bytes, gradients, buffers (bytes); shards and whole: bytes of gradients
     that a rank keeps at stage 2, and of all.
@@ -185,7 +185,7 @@ def draw_bucket_sizes(rows: list[dict], shards: float, whole: float) -> Figure:
         axis.axhline(height / 1e6, color="black", linewidth=1.0, linestyle="--")
         axis.annotate(words, (1.0, height / 1e6), (0, 3), xycoords=("axes fraction", "data"),
                       textcoords="offset points", ha="right", fontsize=9)
-    axis.set_xlim(-0.5, len(rows) + 0.6)  # room for these words
+    axis.set_xlim(-0.5, len(rows) + 0.6)  # room for these labels
     axis.set_xticks(positions, [bucket_words(row["bucket_bytes"]) for row in rows])
     axis.set_xlabel("size of a bucket")
     axis.set_ylabel("MB at the peak")
@@ -194,5 +194,5 @@ def draw_bucket_sizes(rows: list[dict], shards: float, whole: float) -> Figure:
 
 
 def bucket_words(size: int) -> str:
-    """Bytes in KiB or MiB."""
+    """Bytes as text in KiB or MiB."""
     return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"

@@ -1,5 +1,5 @@
-"""Fragmentation: who lies where in memory, with slabs and without, as a model of the allocator replays it; and how much
-memory allocators need that lack best fit, splitting or merging."""
+"""Fragmentation: where storages are in memory, with and without slabs, replayed by a model of the allocator; and how
+much memory allocators without best fit, splitting or merging need."""
 
 import bisect
 
@@ -14,16 +14,16 @@ from zero_minimal.pictures import style
 HOLE = {"facecolor": "#F4F4F4", "edgecolor": "#ADADAD", "hatch": "xxx", "linewidth": 0}
 SEGMENT = {"facecolor": "none", "edgecolor": "black", "linewidth": 0.5}
 ASKED = {"facecolor": "#D55E00", "edgecolor": "black", "linewidth": 1.2}
-LARGE = 0.015  # of the memory: what has this share is hatched, and a hole has its size written into it
+LARGE = 0.015  # share of memory from which a storage is hatched, and a hole labelled with its size
 
 
 def draw_map(recordings: dict, finding: Finding) -> Figure:
-    """The recordings {name: without slabs, name: with them}, replayed at the capacity that tells them apart.
+    """The recordings {name: without slabs, name: with them}, replayed at the capacity at which only one fails.
 
-    Above, address over time: each rectangle is a storage, in the look of its category; what a segment has free is
-    hatched, and the driver's memory is white. Addresses go beyond the capacity where segments were given back: the
-    driver maps the same pages elsewhere. Below, all of the memory at the moment at which the first recording fails, and
-    at the same request of the second. If no capacity tells them apart, both go through, and there is nothing below.
+    Above, address against time: each rectangle is a storage, in the look of its category; free parts of segments are
+    hatched, and the driver's memory is white. Addresses exceed the capacity after segments were returned: the driver
+    maps the same pages elsewhere. Below, the whole memory when the first recording fails, and at the same request of
+    the second. If there is no such capacity, both succeed, and nothing is drawn below.
     """
     capacity = finding.capacity or max(finding.smallest_without, finding.smallest_with)
     picture = Figure(figsize=(8.6, 7.3 if finding.failure else 4.6), layout="constrained")
@@ -50,8 +50,8 @@ def draw_map(recordings: dict, finding: Finding) -> Figure:
 
 
 def moments(first, second, capacity: int) -> tuple[int, int | None]:
-    """The event at which the first recording fails, and the same request in the second: in the same micro-batch the one
-    of as many bytes, the n-th if it is the n-th there. None if there is none."""
+    """The event at which the first recording fails, and the same request in the second, or None. It is the same if it
+    is the n-th request of this many bytes in the same micro-batch of both."""
     rows, _ = memory_map(first.trace, CachingAllocator(capacity))
     fails = max(row.end for row in rows)
     batch = bisect.bisect_right(first.begins, fails) - 1
@@ -98,18 +98,18 @@ def _rectangles(axis: Axes, rows: list[Row], **look) -> None:
 
 
 def _draw_moment(axis: Axes, name: str, trace: list, capacity: int, failure: OutOfMemory) -> None:
-    """A bar of the whole memory after the last event of the trace, which is the request: its segments, then the
-    driver's rest. If it was refused it lies below."""
+    """A bar of the whole memory after the trace's last event, the request: its segments, then the driver's remaining
+    memory. A refused request is drawn below."""
     allocator = CachingAllocator(capacity)
     rows, refused = memory_map(trace, allocator)
     alive = [row for row in rows if row.end == max(row.end for row in rows)]
     starts, used = {}, 0
-    for segment in allocator.segments:  # one behind the other: between their addresses there is nothing
+    for segment in allocator.segments:  # in a row: the addresses between segments are unused
         starts[segment.address] = used
         used += segment.bytes
 
     def place(address: int) -> float:
-        """Where an address lies in the bar, in MiB."""
+        """An address's position in the bar, in MiB."""
         segment = max(start for start in starts if start <= address)
         return (starts[segment] + address - segment) / MIB
 
@@ -151,7 +151,7 @@ def _all_segments(allocator: CachingAllocator) -> list:
 
 
 def look_of(category: str) -> str:
-    """The category in whose look this one is drawn."""
+    """The category whose look is used for this one."""
     return "optimizer" if category == "scalars" else category
 
 
@@ -166,8 +166,8 @@ def _entries(seen: set[str], finding: Finding) -> dict[str, Patch]:
 
 
 def draw_least(pools: dict[str, int], used: float, with_slabs: int) -> Figure:
-    """A bar for each allocator, {name: least bytes that are enough}, and one for the first of them with slabs; a line
-    at the MiB that are in use at the peak."""
+    """A bar for each allocator, {name: fewest bytes that suffice}, and one for the first of them with slabs; a line at
+    the MiB in use at the peak."""
     bars = pools | {"the first one, with slabs": with_slabs}
     picture, axes = style.figure(1, 1, 8.6, 2.9)
     axis = axes[0][0]

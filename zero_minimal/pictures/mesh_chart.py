@@ -1,4 +1,4 @@
-"""Mesh: who shares what with whom among D × M ranks; from data parallelism to C5; and what each part is worth."""
+"""Mesh: what D × M ranks share; memory and traffic from data parallelism to C5; and the effect of each part."""
 
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
@@ -7,7 +7,7 @@ from zero_minimal.pictures import style
 
 
 def draw_mesh(replicas: int, model_parallel: int) -> Figure:
-    """The ranks as a grid: a row for each replica, a column for each part of the model; the two groups of each."""
+    """The ranks as a grid: a row for each replica, a column for each part of the model; frames show the groups."""
     result, axes = style.figure(1, 1, min(style.PAGE, 3.4 * model_parallel + 2.4), 1.55 * replicas + 1.2)
     axis = axes[0][0]
     axis.grid(False)
@@ -33,7 +33,7 @@ def _frame(axis, left: float, bottom: float, width: float, height: float, colour
 
 
 def draw_ladder(meshes: dict[str, dict[str, dict]]) -> Figure:
-    """Memory of a rank at its peak, and what it sends in a step, for each way to train; those on one mesh side by side.
+    """Peak memory of a rank, and what it sends in a step, for each way to train; ways on one mesh are side by side.
 
     meshes: {name of the mesh: {way: its row, with peak_by_category and sent, in bytes}}.
     """
@@ -68,9 +68,9 @@ def _stack(axis, positions: list[int], rows: dict[str, dict]) -> None:
 
 
 def draw_worth(panels: dict[str, dict[str, dict]]) -> Figure:
-    """By how much one part more changes the peak; a panel for each size of buckets.
+    """How much each additional part changes the peak; a panel for each bucket size.
 
-    panels: {title: {part: its row, with `peak` in bytes}}; the first row is without any part.
+    panels: {title: {part: its row, with `peak` in bytes}}; the first row has no part.
     """
     result, axes = style.figure(1, len(panels), style.PAGE, 3.6)
     for axis, (title, rows) in zip(axes[0], panels.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Offloading: what lies on the device, what on its host, and what the bus between them costs."""
+"""Offloading: what is on the device, what is on its host, and what the bus between them costs."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,8 +14,8 @@ HOST = ("#999999", "..")
 
 
 def draw_ladder(ladder: list[dict]) -> Figure:
-    """Bytes a parameter on each rung: on the device what tensors are, and the memory of the two processes, beside the
-    formulas. ladder: reports of programs/offload_ladder.py."""
+    """Bytes per parameter on each rung: tensors on the device, and the memory of the two processes, with the formulas.
+    ladder: reports of programs/offload_ladder.py."""
     result, axes = style.figure(1, 2, style.PAGE, 4.6)
     names = [rung["name"].replace(" ", "\n", 1) for rung in ladder]
     places = [float(place) for place in range(len(ladder))]
@@ -36,7 +36,7 @@ def draw_ladder(ladder: list[dict]) -> Figure:
     memory.set_title("resident memory, of the two processes", fontsize=11)
     for axis in axes[0]:
         style.name_bars(axis, places, names)
-        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])  # each its own: a process has more than the states
+        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])  # separate scales: a process holds more than the states
     style.legend_outside(result, style.entries_of(axes[0]))
     return result
 
@@ -45,7 +45,7 @@ def draw_ladder(ladder: list[dict]) -> Figure:
 
 
 def draw_boxes(rung: dict) -> Figure:
-    """Device, bus and host, each with the bytes of the run. rung: the report of the lowest rung."""
+    """Device, bus and host, each with its bytes in the run. rung: the report of the lowest rung."""
     result, axes = style.figure(1, 1, style.PAGE, 3.9)
     axis, psi = axes[0][0], rung["parameters"]
     axis.set(xlim=(0, 100), ylim=(0, 44), xticks=[], yticks=[])
@@ -68,11 +68,11 @@ WORDS = {"masters": "fp32 masters", "exp_avg": "momentum", "exp_avg_sq": "varian
 
 
 def box(axis: Axes, place: tuple, title: str, held: dict[str, int], psi: int) -> None:
-    """A box and in it a bar for each thing that is held, as high as its bytes a parameter."""
+    """A box with a bar for each thing that it holds, as high as its bytes per parameter."""
     left, bottom, width, height = place
     axis.add_patch(Rectangle((left, bottom), width, height, facecolor="none", edgecolor="#444444", linewidth=1.6))
     axis.text(left + width / 2, bottom + height + 4, title, ha="center", va="center", fontsize=12)
-    below, unit = bottom + 1, (height - 2) / 14.2  # of a byte a parameter: the host's 14 fill the box
+    below, unit = bottom + 1, (height - 2) / 14.2  # per byte of a parameter: the host's 14 fill the box
     for what, count in held.items():
         tall = count / psi * unit
         style.cell(axis, left + 1, below, width - 2, tall, style.LOOKS.get(what, style.LOOKS["optimizer"]), 0.8)
@@ -85,9 +85,9 @@ def box(axis: Axes, place: tuple, title: str, held: dict[str, int], psi: int) ->
 
 
 def draw_offloaded(rows: list[dict], says: list[dict]) -> Figure:
-    """Stages and the same offloaded: bytes a parameter on the device and on the host, bytes over the bus, time.
+    """Stages with and without offload: bytes per parameter on the device and on the host, bytes over the bus, time.
 
-    Args: rows: reports of `compare --offload`; says: for each, the bytes of the formulas.
+    Args: rows: reports of `compare --offload`; says: for each, the bytes by the formulas.
     """
     result, axes = style.figure(2, 2, style.PAGE, 7.0)
     places, psi = [place + (0.4 if "bus" in row else 0) for place, row in enumerate(rows)], rows[0]["parameters"]
@@ -118,7 +118,7 @@ def draw_offloaded(rows: list[dict], says: list[dict]) -> Figure:
 
 
 def beside(axis: Axes, places: list, heights: list, formula: list, title: str, width: float = 0.8) -> None:
-    """Marks of a formula, numbers above, a title."""
+    """Add formula marks, numbers above the bars, and a title."""
     style.formula_marks(axis, places, formula, width)
     words = [f"{height:.3g}" if height else "" for height in heights]
     style.words_above(axis, places, heights, words, gap=4, fontsize=9)

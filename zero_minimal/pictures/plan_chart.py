@@ -1,4 +1,4 @@
-"""Plan: memory on a device by formula, stage by stage, and how it falls with the number of ranks."""
+"""Plan: memory on a device by the formulas, for each stage, and how it falls with the number of ranks."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,7 +9,7 @@ from zero_minimal.pictures import style
 
 
 def draw_plan(told: dict) -> Figure:
-    """The figures of `python -m zero_minimal plan`: memory on a device by stage, and how it falls with the ranks."""
+    """The figures of `python -m zero_minimal plan`: memory on a device by stage, and how it falls with more ranks."""
     result, axes = style.figure(1, 2, style.PAGE, 5.0)
     stages_panel(axes[0][0], told)
     ranks_panel(axes[0][1], told)
@@ -19,8 +19,8 @@ def draw_plan(told: dict) -> Figure:
 
 
 def stages_panel(axis: Axes, told: dict) -> None:
-    """A stack for each stage, at the peak of a step: model states, activations, what passes; and what a
-    device holds. Where the moment comes before the gradients there are none."""
+    """A stack for each stage, at the peak of a step: model states, activations, temporary tensors; and a line at the
+    device's memory. A peak before the gradients exist has none."""
     rows, positions, device = told["rows"], range(len(told["rows"])), told["device_bytes"] / 1e9
     labels = {name: name for name in (*STATES, "activations")} | {"passing": "whole for a moment"}
     looks = style.LOOKS | {"passing": style.LOOKS["buffers"]}
@@ -42,7 +42,7 @@ def there(row: dict, part: str) -> float:
 
 
 def ranks_panel(axis: Axes, told: dict) -> None:
-    """A line for each stage: its model states on 1 to 1024 data-parallel ranks."""
+    """A line for each stage: a rank's model states on 1 to 1024 data-parallel ranks."""
     counts = [2**power for power in range(11)]
     for row in told["rows"]:
         whole = sum(row[state] for state in row["whole"]) / 1e9

@@ -1,4 +1,4 @@
-"""Poster: the course on one page of A3, pictures of its lessons side by side, each below what it says."""
+"""Poster: the course on one A3 page, with pictures of its lessons side by side, each below its message."""
 
 import io
 import re
@@ -27,7 +27,7 @@ HEADLINE, TEXT, LINE = 15, 10.5, 0.24  # points, points, inches
 class Panel(NamedTuple):
     """A picture of the poster."""
 
-    lesson: str  # where it is explained
+    lesson: str  # the lesson that explains it
     headline: str
     words: str
     picture: np.ndarray  # [height, width, 4]
@@ -36,7 +36,7 @@ class Panel(NamedTuple):
 
 def draw_poster(title: str, subtitle: str, columns: Sequence[Sequence[Panel]], table: list[list[str]],
                 foot: str) -> Figure:
-    """The poster. Args: columns, two, of panels from top to bottom; table, of formulas, below the first column."""
+    """The poster. Args: columns, two lists of panels from top to bottom; table, of formulas, below the first column."""
     result = Figure(figsize=(WIDTH, HEIGHT), facecolor=GROUND)
     page = result.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(0, HEIGHT))  # in inches
     page.axis("off")
@@ -61,8 +61,8 @@ def draw_poster(title: str, subtitle: str, columns: Sequence[Sequence[Panel]], t
 
 
 def image_of(picture: Figure, parts: Sequence[Axes] = (), height: float | None = None) -> np.ndarray:
-    """A Figure's pixels; of these parts of it alone, as wide as it is, down to its lower edge. height: another one, in
-    inches."""
+    """A Figure's pixels, or only those of `parts`, in its full width, down to its lower edge. height: replaces its own,
+    in inches."""
     file, box = io.BytesIO(), None
     picture.set_figheight(height or picture.get_figheight())
     if parts:
@@ -75,7 +75,7 @@ def image_of(picture: Figure, parts: Sequence[Axes] = (), height: float | None =
 
 
 def draw_ladder(rows: list[dict]) -> Figure:
-    """Memory and traffic of the stages. rows: of `compare --json`."""
+    """Memory and traffic of the stages. rows: from `compare --json`."""
     result, axes = figure(1, 2, PAGE, 3.4)
     memory_panel(axes[0][0], rows, range(len(rows)))
     traffic_panel(axes[0][1], rows, range(len(rows)))
@@ -85,7 +85,7 @@ def draw_ladder(rows: list[dict]) -> Figure:
 
 
 def _lines(panel: Panel) -> list[str]:
-    """Its words in lines as wide as the column. Numbers stay with their units."""
+    """A panel's words in lines as wide as the column. Numbers stay with their units."""
     return textwrap.wrap(re.sub(r"(?<=\d) (?=M)", "\N{NO-BREAK SPACE}", panel.words), 96)
 
 

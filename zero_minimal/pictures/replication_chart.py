@@ -1,4 +1,4 @@
-"""Replication: losses of a report's passes with one model object and with new models, and whose the difference is."""
+"""Replication: losses of a report's passes with one model object and with new models, and causes of the difference."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -8,11 +8,11 @@ from zero_minimal.pictures.style import PAGE, STAGE_COLOURS, figure, legend_outs
 
 COLOURS = {"standard": STAGE_COLOURS[0], "ZeRO": STAGE_COLOURS[2]}
 FILLED = {"one object": True, "new model": False}
-APART = 0.06  # from one seed's point to the next one's
+APART = 0.06  # distance between the points of neighbouring seeds
 
 
 def draw_replication(told: dict) -> Figure:
-    """Every seed is a point; lines join the passes that went on with one object.
+    """Every seed is a point; lines join passes that continued with one object.
 
     told: {"passes": [(system, batch)], "losses": {name: {"one object": [seed][pass], "new models": the same}},
            "orders": {name: [((first system, second system), [seed](loss after the first, after the second))]},
@@ -34,31 +34,31 @@ def draw_replication(told: dict) -> Figure:
 
 
 def beside(middle: float, seed: int, seeds: int) -> float:
-    """Where a seed's point stands: none hides another."""
+    """The position of a seed's point: none hides another."""
     return middle + (seed - (seeds - 1) / 2) * APART
 
 
 def point(system: str, filled: bool = True) -> dict:
-    """How a pass looks: hollow with a new model."""
+    """The look of a pass: hollow with a new model."""
     return {"marker": "o", "linestyle": "", "markersize": 5, "color": COLOURS[system],
             "markerfacecolor": COLOURS[system] if filled else "white"}
 
 
 def joined(axis: Axes, places: list[float], losses: list[float], systems: list[str]) -> None:
-    """The passes of a seed that went on with one object."""
+    """Draw a seed's passes that continued with one object."""
     axis.plot(places, losses, color="#BBBBBB", linewidth=0.8, zorder=1)
     for place, loss, system in zip(places, losses, systems, strict=True):
         axis.plot(place, loss, **point(system))
 
 
 def columns(axis: Axes, names: list[str]) -> None:
-    """Name them."""
+    """Name the columns."""
     axis.set_xticks(range(len(names)), names, fontsize=9)
     axis.tick_params(axis="x", length=0)
 
 
 def passes_panel(axis: Axes, passes: list, losses: dict[str, list[list[float]]]) -> None:
-    """A column for each pass: filled after those before it, hollow with a new model."""
+    """A column for each pass: filled if it continues earlier passes, hollow with a new model."""
     systems, seeds = [system for system, _ in passes], len(losses["one object"])
     for seed, (trained, afresh) in enumerate(zip(losses["one object"], losses["new models"], strict=True)):
         joined(axis, [beside(number - 0.18, seed, seeds) for number in range(len(passes))], trained, systems)
@@ -68,7 +68,7 @@ def passes_panel(axis: Axes, passes: list, losses: dict[str, list[list[float]]])
 
 
 def orders_panel(axis: Axes, orders: list) -> None:
-    """The loss after the first pass, and after the second with the same object; who was first on the left of each."""
+    """The loss after the first pass, and after the second with the same object; the first is on the left of each."""
     for group, (systems, seeds) in enumerate(orders):
         for seed, losses in enumerate(seeds):
             joined(axis, [beside(2 * group + number, seed, len(seeds)) for number in range(2)], losses, systems)

@@ -1,4 +1,4 @@
-"""Reproductions: the paper's tables and figures, drawn from what `python -m zero_minimal reproduce` finds."""
+"""Reproductions: the paper's tables and figures, drawn from the results of `python -m zero_minimal reproduce`."""
 
 from matplotlib.figure import Figure
 
@@ -16,7 +16,7 @@ def draw_reproduction(name: str, result: dict) -> Figure:
 
 
 def draw_table1(result: dict) -> Figure:
-    """Model states over N, for each size: lines of the formula, the code's as markers, the paper's as crosses."""
+    """Model states against N, for each size: the formula as lines, the code's as markers, the paper's as crosses."""
     models = list(dict.fromkeys(cell["model"] for cell in result["cells"]))
     picture, axes = style.figure(1, len(models), style.PAGE, 4.2)
     for axis, model in zip(axes[0], models, strict=True):
@@ -40,7 +40,7 @@ def draw_table1(result: dict) -> Figure:
 
 
 def draw_figure1(result: dict) -> Figure:
-    """Bars of the model states by kind, as the code holds them; a line at the paper's number."""
+    """Bars of the model states that the code holds, by kind; a line at the paper's number."""
     picture, axes = style.figure(1, 1, 8.0, 5.0)
     axis, rows, positions = axes[0][0], result["bars"], range(len(result["bars"]))
     tops = style.stacked_bars(axis, positions, [
@@ -56,7 +56,7 @@ def draw_figure1(result: dict) -> Figure:
 
 
 def draw_table2(result: dict) -> Figure:
-    """The largest model for each MP and stage: the code's bars, the paper's theory and what it measured."""
+    """The largest model for each MP and stage: the code's as bars, the paper's theory and measurements."""
     picture, axes = style.figure(1, 1, style.PAGE, 5.0)
     axis, cells = axes[0][0], result["cells"]
     groups = sorted({cell["model_parallel"] for cell in cells})
@@ -82,7 +82,7 @@ def draw_table2(result: dict) -> Figure:
 
 
 def draw_figure2(result: dict) -> Figure:
-    """Speeds of the paper, and what arithmetic expects of the links."""
+    """The paper's speeds, and those expected from the links by arithmetic."""
     picture, axes = style.figure(1, 2, style.PAGE, 4.6)
     rows, positions = result["rows"], range(len(result["rows"]))
     for axis, who, title, look in (
@@ -105,7 +105,7 @@ def draw_figure2(result: dict) -> Figure:
 
 
 def draw_figure7(result: dict) -> Figure:
-    """C1 to C5: what the code allocates, by category, what an allocator would cache, and the paper's bars."""
+    """C1 to C5: what the code allocates, by category; what an allocator would cache; and the paper's bars."""
     models = list(dict.fromkeys(bar["model"] for bar in result["bars"]))
     picture, axes = style.figure(1, len(models), style.PAGE, 4.8)
     for axis, model in zip(axes[0], models, strict=True):

@@ -1,4 +1,4 @@
-"""Ring: who holds what while chunks travel from neighbour to neighbour; a learner's algorithms beside the lesson's."""
+"""Ring: which rank holds what while chunks travel around the ring; a learner's algorithms next to the lesson's."""
 
 from collections.abc import Sequence
 
@@ -9,17 +9,17 @@ from matplotlib.patches import Rectangle
 from zero_minimal.meters.deliveries import Story, told
 from zero_minimal.pictures import style
 
-HELD = ("#FFFFFF", "#D6E6F2", "#A6CBE3", "#6FAAD0", "#0072B2")  # of a sum: nothing, … , everybody's part in it
-NEXT = {"edgecolor": "#D55E00", "linewidth": 2.6, "facecolor": "none"}  # what is sent in the next step
-MOST_PANELS = 9  # of a learner's story: the first ones, and the end
+HELD = ("#FFFFFF", "#D6E6F2", "#A6CBE3", "#6FAAD0", "#0072B2")  # a sum of no rank's part, … , of every rank's part
+NEXT = {"edgecolor": "#D55E00", "linewidth": 2.6, "facecolor": "none"}  # outlines what is sent next
+MOST_PANELS = 9  # of a learner's story: the first steps and the end
 
 
 def draw_ring(states: list, sends: list, title: str) -> Figure:
-    """Who holds what, step by step: a panel for each step, in it a line for each rank and a column for each chunk.
+    """Which rank holds what: a panel for each step, with a line for each rank and a column for each chunk.
 
     Args:
-        states: [step][rank][chunk], sums of 10^r over the ranks r that have added their part; NaN: nothing there yet.
-        sends: [step][rank], the chunk that the rank sends next, or None.
+        states: [step][rank][chunk], sums of 10^r over the ranks r that have added their part; NaN: empty. sends:
+        [step][rank], the chunk that the rank sends next, or None.
     """
     world_size, chunks = len(states[0]), len(states[0][0])
     size = max(0.56 * chunks + 0.2, 1.3), 0.44 * world_size + 0.75  # inches of a panel
@@ -47,7 +47,7 @@ def draw_ring(states: list, sends: list, title: str) -> Figure:
 
 
 def meaning(states: list) -> str:
-    """What the words in the cells say: of sums only where ranks add anything."""
+    """The meaning of the cells' words; it mentions sums only if ranks add anything."""
     world_size = len(states[0])
     held = {frozenset(parts_of(value, world_size)) for ranks in states for chunks in ranks for value in chunks}
     sums = sorted((sorted(parts) for parts in held if 1 < len(parts)), key=lambda parts: (len(parts), parts))
@@ -59,12 +59,12 @@ def meaning(states: list) -> str:
 
 
 def parts_of(value: float, world_size: int) -> list[int]:
-    """The ranks whose parts are in a chunk: the sum of 10^r over them. NaN: nothing is there yet."""
+    """The ranks r whose parts are in a chunk, which is the sum of 10^r. NaN: the chunk is still empty."""
     return [] if value != value else [rank for rank in range(world_size) if int(value) // 10**rank % 10]
 
 
 def _cell(axis: Axes, rank: int, chunk: int, parts: Sequence[int], world_size: int, size: float = 9) -> None:
-    """One chunk of one rank: darker with each rank whose part is in it, and their numbers. size: of the letters."""
+    """One chunk of one rank: darker with each rank whose part is in it, and their numbers. size: of the font."""
     every = sorted(parts) == list(range(world_size))
     shade = HELD[-1] if every else HELD[min(len(parts), len(HELD) - 2)]
     axis.add_patch(Rectangle((chunk - 0.44, rank - 0.42), 0.88, 0.84, facecolor=shade, edgecolor="#999999",
@@ -75,7 +75,7 @@ def _cell(axis: Axes, rank: int, chunk: int, parts: Sequence[int], world_size: i
 
 
 def _outline(axis: Axes, rank: int, chunk: int) -> None:
-    """It is sent in the next step."""
+    """Mark a chunk that is sent in the next step."""
     axis.add_patch(Rectangle((chunk - 0.44, rank - 0.42), 0.88, 0.84, zorder=3, **NEXT))
 
 
@@ -83,11 +83,11 @@ def _outline(axis: Axes, rank: int, chunk: int) -> None:
 
 
 def draw_attempt(seen: dict[str, list[dict[str, dict]]]) -> Figure | None:
-    """Who holds what while messages travel: two lines of panels for each algorithm, the lesson's and the learner's.
-    None if nothing of the learner's has run.
+    """Which rank holds what while messages travel: two rows of panels for each algorithm, the lesson's and the
+    learner's. None if none of the learner's has run.
 
-    Args: seen {whose: [rank]{algorithm: what deliveries.watch returned}}, the lesson's first. Where the lesson's has
-        none of an algorithm, the learner's is drawn alone.
+    Args: seen {whose: [rank]{algorithm: what deliveries.watch returned}}, the lesson's first. If the lesson has no such
+        algorithm, the learner's is drawn alone.
     """
     stories = {name: {whose: told([rank[name] for rank in ranks]) for whose, ranks in seen.items() if name in ranks[0]}
                for name in list(seen.values())[-1][0]}
@@ -133,7 +133,7 @@ def _panel(axis: Axes, story: Story, number: int, inches: float) -> None:
     state = story.states[number]
     world_size, chunks = len(state), len(state[0])
     numbers = max(len(parts) for parts in (held for ranks in story.states for row in ranks for held in row)
-                  if parts is not None and len(parts) != world_size)  # the sum of all is one word
+                  if parts is not None and len(parts) != world_size)  # a sum of all ranks is one word
     size = min(9.0, max(5.0, 0.56 * 72 * inches / chunks / (0.6 * max(3, 2 * numbers - 1))))  # points
     for rank in range(world_size):
         for chunk, parts in enumerate(state[rank]):
@@ -151,8 +151,8 @@ def _panel(axis: Axes, story: Story, number: int, inches: float) -> None:
 
 
 def differences(story: Story, model: Story, number: int) -> list[tuple[int, int]]:
-    """(rank, chunk) that are not held, or not sent, as in the lesson's. The ends can be compared, and steps where both
-    take as many."""
+    """(rank, chunk) held or sent differently from the lesson's. Ends can always be compared, other steps only if both
+    take equally many."""
     count = len(story.states)
     if number < count - 1 and count != len(model.states):
         return []

@@ -1,4 +1,4 @@
-"""Scrub: a memory to move through with a slider, request by request. In a notebook or a browser, without a server."""
+"""Scrub: a slider moves through a memory, request by request, in a notebook or a browser, without a server."""
 
 import json
 import zlib
@@ -13,12 +13,12 @@ TEMPLATE = Path(__file__).with_name("scrub.html")
 
 
 class Scrub:
-    """Bars of all of a memory, each with a slider over the requests of a trace; shown as HTML.
+    """Bars of whole memories, each with a slider over the requests of a trace; shown as HTML.
 
     Args:
-        traces: {name: trace}, of traces.unpacked(), replayed with this capacity until they end or fail.
-        starts: {name: the request that is shown first}; where a trace fails, or its last, if there is none.
-        pools: {name: the Pool that serves it}; the allocator's own if there is none.
+        traces: {name: trace}, from traces.unpacked(), replayed with this capacity until they end or fail.
+        starts: {name: the request shown first}; by default the one that fails, or else the last.
+        pools: {name: the Pool that serves it}; by default the allocator's own.
     """
 
     def __init__(self, traces: dict[str, list[Event]], capacity: int, starts: dict[str, int] | None = None,
@@ -35,13 +35,13 @@ class Scrub:
         content = {"capacity": self.capacity, "memories": self.memories,
                    "looks": {category: colour for category, (colour, _) in LOOKS.items() if category in seen}}
         data = json.dumps(content, separators=(",", ":"))
-        name = f"scrub-{zlib.crc32(data.encode()):x}"  # of the element: a page may have several
+        name = f"scrub-{zlib.crc32(data.encode()):x}"  # a page may have several elements
         return TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", data).replace("__ID__", name)
 
 
 def _memory(name: str, trace: list[Event], capacity: int, start: int | None, pool: type | None) -> dict:
-    """What the page needs of one replay: rows (begin, end, address, bytes, category), segments (begin, end, address,
-    bytes), the bytes of each request (negative: given back), and where it fails."""
+    """One replay for the page: rows (begin, end, address, bytes, category), segments (begin, end, address, bytes), the
+    bytes of each request (negative: freed), and where it fails."""
     allocator = CachingAllocator(capacity, pool) if pool else CachingAllocator(capacity)
     rows, failure = memory_map(trace, allocator)
     last = failure.request if failure else len(trace) - 1
@@ -49,7 +49,7 @@ def _memory(name: str, trace: list[Event], capacity: int, start: int | None, poo
     return {
         "name": name, "start": last if start is None else start, "fails": failure and failure.request,
         "requests": [event.bytes for event in trace[: last + 1]],
-        # what is alive when a request fails is so at that request
+        # include the failing request in the lifetime of what is alive then
         "rows": [[row.begin, row.end + (failure is not None and row.end == last), row.address, row.bytes,
                   look_of(row.category)] for row in rows],
         "segments": [[segment.begin, segment.end, segment.address, segment.bytes] for segment in segments],

@@ -9,7 +9,7 @@ from zero_minimal.pictures import style
 def draw_simulation(run) -> Figure:
     """Memory of a simulated rank, by category, with its phases and its peak.
 
-    run: what programs/simulate.py returns: its report, its timeline and its phases, (name, seconds at its begin) each.
+    run: what programs/simulate.py returns: its report, its timeline and its phases (name, seconds at the start).
     """
     result, axes = style.figure(1, 1, style.PAGE, 5.0)
     axis, drawn = axes[0][0], worth_drawing(run.timeline)
@@ -41,7 +41,7 @@ def draw_simulation(run) -> Figure:
 
 
 def draw_host(axis: Axes, end: int, told: dict) -> None:
-    """What an offloaded rank's host keeps, a bar beyond the end of the steps, and what crosses between them."""
+    """What an offloaded rank's host keeps, as a bar after the last step, and what crosses the bus."""
     kept, there, back = (size / 1e9 for size in (told["host_memory"], told["bus"]["to_host"], told["bus"]["to_device"]))
     style.bars(axis, [1.05 * end], [kept], style.PLAIN, width=0.06 * end)
     style.words_above(axis, [1.05 * end], [kept], [f"its host:\n{kept:,.4g} GB"], fontsize=9)
@@ -51,7 +51,7 @@ def draw_host(axis: Axes, end: int, told: dict) -> None:
 
 
 def worth_drawing(timeline: list, most: int = 1200) -> list[int]:
-    """Positions in a timeline, at most so many: the peak of each stretch."""
+    """At most `most` positions in a timeline: the peak of each interval."""
     length = -(-len(timeline) // most)
     stretches = (range(start, min(start + length, len(timeline))) for start in range(0, len(timeline), length))
     return [max(stretch, key=lambda position: timeline[position].total) for stretch in stretches]

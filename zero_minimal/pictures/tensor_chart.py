@@ -1,4 +1,4 @@
-"""Tensor parallelism: an MLP that two ranks share; errors of a wrongly cut model's gradients; what a batch costs."""
+"""Tensor parallelism: an MLP that two ranks share; gradient errors of a wrongly cut model; traffic per batch size."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,7 +16,7 @@ LINES = (0.75, -0.75)  # heights of rank 0 and rank 1
 
 
 def draw_region() -> Figure:
-    """No figures in it: where the parts of two matrices stand, and which way things go."""
+    """Without numbers: the parts of two matrices, and the directions of forward and backward."""
     result = Figure(figsize=(style.PAGE, 4.9), layout="constrained")
     there, back = result.subplots(2, 1)
     for axis, title in ((there, "forward →"), (back, "← backward")):
@@ -30,7 +30,7 @@ def draw_region() -> Figure:
 
 
 def _parts(axis: Axes) -> None:
-    """The two ends, and between them each rank's part of the matrices A and B."""
+    """The two ends f and g, and between them each rank's part of the matrices A and B."""
     for place, name in ((F_AT, "f"), (G_AT, "g")):
         axis.add_patch(Rectangle((place - 0.2, -1.35), 0.4, 2.7, facecolor="#F0F0F0", edgecolor=STREAM))
         axis.text(place, 0, f"{name}\n?", ha="center", va="center", fontsize=13)
@@ -66,12 +66,12 @@ def _arrow(axis: Axes, left: tuple, right: tuple, way: int) -> None:
 # ------------------------------------------------------------------------------------------ models that are cut wrongly
 
 WRONG, APART = style.LOOKS["gradients"], ("#D55E00", "xx")
-RIGHT = 1e-5  # share of a gradient's size: more is no rounding any more
-TOP = 0.8  # a bar that is higher is cut; its number says how high it is
+RIGHT = 1e-5  # share of a gradient's norm: a larger error is not rounding
+TOP = 0.8  # higher bars are cut off; their numbers give their heights
 
 
 def draw_patients(models: dict[str, list[dict]]) -> Figure:
-    """Args: models {title: what meters/layer_errors.py found}; all of the same layers."""
+    """Args: models {title: what meters/layer_errors.py returned}; all have the same layers."""
     result, axes = style.figure(len(models), 1, style.PAGE, 1.75 * len(models) + 0.9)
     for (title, rows), axis in zip(models.items(), axes[:, 0], strict=True):
         _panel(axis, title, rows)
@@ -105,12 +105,12 @@ def _panel(axis: Axes, title: str, rows: list[dict]) -> None:
 
 
 def _share(part: float) -> str:
-    """Of a bar that may be too low to be seen."""
+    """The number of a bar that may be too low to be seen."""
     return "<1%" if part < 0.01 else f"{part:.0%}"
 
 
 def _names(axis: Axes, layers: list[str]) -> None:
-    """Layers below their bars, and below those the blocks."""
+    """The names of layers below their bars, and of blocks below those."""
     axis.set_xticks(range(len(layers)), [label(layer) for layer in layers], fontsize=9)
     axis.tick_params(axis="x", length=0)
     blocks: dict[str, list[int]] = {}

@@ -9,12 +9,12 @@ from zero_minimal.pictures.style import GRID, PAGE, Look, entries_of, figure, fl
 
 COMPUTING = {"forward": ("#DDDDDD", ""), "backward": ("#AAAAAA", ""), "update": ("#777777", "")}
 UNDER_WAY = {"reduce_scatter": ("#CC79A7", ""), "all_gather": ("#CC79A7", "//"), "all_reduce": ("#CC79A7", "xx"),
-             "broadcast": ("#CC79A7", "..")}  # of the order of the buckets, once
+             "broadcast": ("#CC79A7", "..")}  # of the bucket order, once
 WAITING = ("white", "")
 
 
 def draw_time_line(ranks: list) -> Figure:
-    """Two lanes a rank: what it does itself, with its waiting; and the collectives that are under way meanwhile.
+    """Two lanes for each rank: its own work and waits; and the collectives that are under way meanwhile.
 
     Args: ranks, [rank] (computing, collectives) as in meters/events.py.
     """
@@ -25,7 +25,7 @@ def draw_time_line(ranks: list) -> Figure:
         for name, start, end in computing:
             span_bar(axis, own, start, end, COMPUTING[name], name)
         for index, each in enumerate(sorted(under_way, key=lambda each: each.start)):
-            position = messages - 0.2 + 0.4 * (index % 2)  # one and the next are under way at the same time
+            position = messages - 0.2 + 0.4 * (index % 2)  # neighbours may be under way at the same time
             span_bar(axis, position, each.start, each.end, UNDER_WAY[each.name], f"{each.name} under way", 0.36)
             span_bar(axis, own, each.wait, each.end, WAITING, "waits for a message, sums", edge="black")
     name_lanes(axis, [position for pair in lanes for position in pair],
@@ -36,7 +36,7 @@ def draw_time_line(ranks: list) -> Figure:
 
 
 def name_lanes(axis: Axes, positions: Sequence[float], names: Sequence[str]) -> None:
-    """Lanes from the top down, their names at the left."""
+    """Name lanes from the top down, at the left."""
     axis.set_yticks(positions, names)
     axis.set_ylim(positions[-1] + 0.6, -0.6)
     axis.tick_params(axis="y", length=0)

@@ -1,4 +1,4 @@
-"""Traffic: the bytes that a rank sends, beside the formula: of runs, of stages, and over the number of ranks."""
+"""Traffic: the bytes that a rank sends, with the formula: by run, by stage, and against the number of ranks."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +22,7 @@ def traffic_panel(axis: Axes, rows: list[dict], positions: Sequence[float]) -> N
 
 
 def draw_sent_by_stage(sent: dict[str, float], formula: dict[str, float]) -> Figure:
-    """Bytes that a rank sends in a step of each stage, with the formula."""
+    """Bytes that a rank sends in a step at each stage, with the formula."""
     result, axes = style.figure(1, 1, 6.0, 3.4)
     axis, positions = axes[0][0], range(len(sent))
     heights = [count / 1e6 for count in sent.values()]
@@ -37,7 +37,7 @@ def draw_sent_by_stage(sent: dict[str, float], formula: dict[str, float]) -> Fig
 
 
 def draw_ring_traffic(measured: dict[str, dict[int, float]], formulas: dict[str, Callable[[float], float]]) -> Figure:
-    """Bytes that a rank sends, in payloads, over the number of ranks: measured (marks) on the formula (lines).
+    """Bytes that a rank sends, in payloads, against the number of ranks: measured (marks), by formula (lines).
 
     Args: measured {algorithm: {ranks: share of the payload}}; formulas {algorithm: function of the number of ranks}.
     """

@@ -1,4 +1,4 @@
-"""Unit chart: a model's units at stage 3, as they come and go from turn to turn; and what it costs to keep some."""
+"""Unit chart: a model's units at stage 3, gathered and released turn by turn; and what it costs to keep some."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,13 +12,13 @@ LOOK_OF: dict[str, tuple[style.Look, str]] = {  # of the states of meters/unit_t
     "idle": (style.IDLE, "memory that nobody can read"),
     "gradients": (style.LOOKS["gradients"], "its gradients, on their way to their shards"),
 }
-RAIL = 0.16  # of the height of a line: the shard
+RAIL = 0.16  # the shard's part of a line's height
 GAP = 0.6  # between forward, backward and the end
 WORDS = {"forward": "forward", "backward": "backward", "evaluation": "evaluation", "end": ""}
 
 
 def draw_conveyor(records: dict[str, dict]) -> Figure:
-    """Two panels for each record, one above the other: the units, a line each, turn by turn; and the bytes of whole
+    """Two panels for each record, one above the other: the units, a line for each, turn by turn; and the bytes of whole
     parameters at each turn.
 
     Args: records, {title: the record of meters/unit_trace.py}; all over the same turns.
@@ -48,7 +48,7 @@ def draw_conveyor(records: dict[str, dict]) -> Figure:
 
 
 def _places(record: dict) -> list[float]:
-    """Where each moment stands: one after the other, with a gap where another phase begins."""
+    """The position of each moment: in order, with a gap before each new phase."""
     places, before = [], None
     for phase, _ in record["turns"]:
         step = 0.0 if before is None else 1.0 if phase == before else 1.0 + GAP
@@ -58,7 +58,7 @@ def _places(record: dict) -> list[float]:
 
 
 def _belt(axis: Axes, record: dict, places: list[float]) -> None:
-    """A line for each unit, the root on top: its shard, which stays, and above it what this rank has of the rest."""
+    """A line for each unit, the root on top: its shard, which is kept, and above it what this rank has of the rest."""
     for unit, states in enumerate(record["states"]):
         for moment, (place, state) in enumerate(zip(places, states, strict=True)):
             _cell(axis, place, unit, 0.0, RAIL, "shard")
@@ -104,7 +104,7 @@ def _memory(axis: Axes, record: dict, places: list[float], highest: float) -> No
 
 
 def _lost(record: dict) -> list[int]:
-    """Bytes at each moment of storages that belong to no unit that is here: somebody still refers to them."""
+    """Bytes, at each moment, of storages that belong to no gathered unit but are still referenced."""
     units = [[size if state != "shard" else 0 for state in states]
              for size, states in zip(record["whole"], record["states"], strict=True)]
     return [max(0, count - sum(here)) for count, here in zip(record["bytes"], zip(*units, strict=True), strict=True)]
@@ -118,9 +118,9 @@ def _short(units: list[str], number: int | None) -> str:
 
 
 def draw_kept(ways: dict[str, list[dict]], others: dict[str, dict]) -> Figure:
-    """Traffic against memory: a line for each way to keep blocks whole, a mark for each number of blocks that are kept.
+    """Traffic against memory: a line for each way to keep blocks whole, a mark for each number of kept blocks.
 
-    Args: ways {name: dicts with kept, sent and peak (bytes)}; others {name: such a dict}, for what is a single mark.
+    Args: ways {name: dicts with kept, sent and peak (bytes)}; others {name: such a dict}, each a single mark.
     """
     result, axes = style.figure(1, 1, style.PAGE, 4.4)
     axis = axes[0][0]

@@ -1,4 +1,4 @@
-"""Writer chart: who wrote which element of the parameters; what became of updates too small for 16 bits."""
+"""Writer chart: which rank wrote each element of the parameters; the fate of updates too small for 16 bits."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E
 
 
 def writers(masks: list[dict[str, list]]) -> dict[str, list]:
-    """{parameter: [row][column] the rank that wrote it, -1 for nobody, -2 for several}. masks: [rank], {parameter:
+    """{parameter: [row][column] the rank that wrote it, -1 for none, -2 for several}. masks: [rank], {parameter:
     [row][column] whether it wrote}."""
     found = {}
     for name in masks[0]:
@@ -25,9 +25,9 @@ def writers(masks: list[dict[str, list]]) -> dict[str, list]:
 
 
 def draw_written(maps: dict[str, Sequence[Sequence[int]]], world_size: int, title: str = "") -> Figure:
-    """A panel for each parameter, an element a cell, coloured by the rank that wrote it.
+    """A panel for each parameter, a cell for each element, coloured by the rank that wrote it.
 
-    Args: maps, {parameter: [row][column], the number of the rank, -1 for nobody, -2 for several}.
+    Args: maps, {parameter: [row][column], the number of the rank, -1 for none, -2 for several}.
     """
     colours = [MANY, NOBODY, *(RANKS[rank % len(RANKS)] for rank in range(world_size))]
     widths = [max(len(rows[0]), 6) for rows in maps.values()]
@@ -58,7 +58,7 @@ def draw_written(maps: dict[str, Sequence[Sequence[int]]], world_size: int, titl
 
 
 def starts(rows: Sequence[Sequence[int]], row: int, column: int) -> bool:
-    """Whether a rank's run of elements begins here, in the order in which they lie in memory."""
+    """Whether a rank's run of elements begins here, in memory order."""
     if row == column == 0:
         return True
     before = rows[row][column - 1] if column else rows[row - 1][-1]
@@ -66,7 +66,7 @@ def starts(rows: Sequence[Sequence[int]], row: int, column: int) -> bool:
 
 
 def draw_small_steps(runs: dict[str, list[float]], every: int = 1) -> Figure:
-    """A parameter through many small updates, a line for each run. runs: {name: its value after each `every` steps}."""
+    """A parameter during many small updates, a line for each run. runs: {name: its value every `every` steps}."""
     result, axes = figure(1, 1, PAGE, 3.6)
     axis = axes[0][0]
     for number, (name, values) in enumerate(runs.items()):

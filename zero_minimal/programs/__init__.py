@@ -1,1 +1,1 @@
-"""What `python -m zero_minimal NAME` and the lessons' last lines start."""
+"""The programs that `python -m zero_minimal NAME` and the lessons' last lines start."""

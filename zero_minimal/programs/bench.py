@@ -1,29 +1,29 @@
-"""Benchmark: how long a step takes beside the data parallelism of others, and what it sends and holds.
+"""Benchmark: step times compared with other implementations of data parallelism, and what a step sends and holds.
 
     python -m zero_minimal bench --model 11M,50M --plot bench.png
 
-All runs do the same: model, data, seeds, fused AdamW; bucket sizes are everybody's own, unless --bucket-mb gives one
-for all. What makes times comparable:
+All runs have the same model, data, seeds and fused AdamW; each has its own bucket size, unless --bucket-mb gives one
+for all. Times are comparable because of these rules:
 
-    in turn      A B C, A B C, …, each time in fresh ranks. A machine drifts over minutes; so a run is divided by DDP's
-                 of the same round, and what is reported is the median of these ratios, with their spread
-    the step     lasts from one barrier to the next: it is the slowest rank's, and what is still under way when step()
-                 returns is counted too. Warm-up steps are left out; the median of the others stands for the run
-    one core     holds each rank with all its threads; where there are fewer cores than ranks, they share
-    the losses   of each rank must be DDP's within 1e-5: who computes something else has not won
-    alone        the share of the processors that other programs took is reported: with more than a few percent, wait
+    in turn      A B C, A B C, …, each time in fresh ranks. A machine's speed drifts over minutes; so a run is divided
+                 by DDP's of the same round, and the median of these ratios is reported, with their spread
+    the step     lasts from one barrier to the next: the slowest rank decides, and work still under way when step()
+                 returns is counted. Warm-up steps are left out; a run's time is the median of its other steps
+    one core     runs each rank with all its threads; if there are fewer cores than ranks, they share
+    the losses   of each rank must be DDP's within 1e-5: a faster wrong result does not count
+    alone        the share of the processors that other programs took is reported: if above a few percent, wait
 
-The ledger's peak and the bytes sent come from a short run apart, since watching slows a step. What went over
-the wire and resident memory are the operating system's figures for the timed runs. Resident memory is the peak (VmHWM)
-from the moment before the model is built, less what was resident at that moment: Python, torch, the process group, the
-batches. (So some 25 MB of code and scratch that any training touches first are in it.) On a GPU it is what torch's
-allocator took. In each round the rank with the highest figure counts; what is reported is the median of the rounds.
+The ledger's peak and the bytes sent come from a separate short run, since watching slows a step. Bytes on the wire and
+resident memory are the operating system's figures for the timed runs. Resident memory is the peak (VmHWM) minus what
+was resident just before the model was built: Python, torch, the process group, the batches. (So it includes some 25 MB
+of code and scratch that any training first touches.) On a GPU it is what torch's allocator reserved. In each round the
+rank with the highest figure counts; the median of the rounds is reported.
 
     python -m zero_minimal bench --link 100mbit,200mbit,1gbit --plot link.png
 
-puts half of the ranks on a second node, behind a link of that speed (two_nodes.py). What a stage sends costs more there
-than what it computes, and the other way round on a fast link. There the ranks meet after all steps, not after each:
-what a step leaves under way (late_gather.py) is hidden behind the next.
+puts half of the ranks on a second node, behind a link of that speed (two_nodes.py). On a slow link, a stage spends more
+time on sending than on computing, on a fast link less. There the ranks meet only after all steps: the next step can
+hide collectives that a step leaves under way (late_gather.py).
 """
 
 import argparse
@@ -48,7 +48,7 @@ from zero_minimal.programs.scaling import Point
 from zero_minimal.workload import data
 from zero_minimal.workload.settings import Parser, Settings, add_device, output_file, picture_file, positive
 
-OPPONENTS = {  # besides DDP: whom a stage is held against
+OPPONENTS = {  # besides DDP: the peers with which a stage is compared
     "stage 0": ["DeepSpeed 0"],
     "stage 1": ["ZeroRedundancy", "DeepSpeed 1"],
     "stage 2": ["ZeroRedundancy", "FSDP2 kept", "DeepSpeed 2"],
@@ -58,15 +58,15 @@ OPPONENTS = {  # besides DDP: whom a stage is held against
     "stage 3": ["FSDP2", "DeepSpeed 3"],
 }
 SAME_LOSS = 1e-5  # relative
-QUIET = 0.05  # share of the processors that other programs may take before times mean little
+QUIET = 0.05  # share of the processors that other programs may take before times are unreliable
 
 
 def measure(point: Point, names: list[str], warm_up: int, repeats: int, device: str, bar: progress.Bar) -> list[dict]:
     """All contenders at one point, in turn: one row each (see `row`).
 
     Args: names are of CONTENDERS, the REFERENCE first.
-    A peer that does not run here is left out, with a word why on stderr; an error of one of our stages is raised.
-    Raises: ValueError if somebody's losses are not the reference's.
+    A peer that does not run here is left out, with the reason on stderr; an error of one of our stages is raised.
+    Raises: ValueError if a contender's losses are not the reference's.
     """
 
     def run(name: str, purpose: str, function, *args, **options) -> list[dict]:
@@ -100,15 +100,15 @@ def measure(point: Point, names: list[str], warm_up: int, repeats: int, device: 
 
 
 def check_losses(name: str, results: list[dict], reference: list[dict]) -> None:
-    """Raise ValueError if the losses of a rank are not those of the reference's same rank.
+    """Raise ValueError if a rank's losses are not those of the same rank of the reference.
 
-    Ranks that do not communicate part after their first update; up to it they agree.
+    Ranks that do not communicate diverge after their first update; until then they agree.
     """
     steps = 1 if len(results) > 1 and not communicates(name) else len(results[0]["losses"])
     for rank, (result, expected) in enumerate(zip(results, reference, strict=True)):
         pairs = zip(result["losses"], expected["losses"], strict=True)
         for step, (loss, right) in list(enumerate(pairs))[:steps]:
-            if not abs(loss - right) <= SAME_LOSS * abs(right):  # NaN is caught too
+            if not abs(loss - right) <= SAME_LOSS * abs(right):  # also catches NaN
                 raise ValueError(
                     f"{name} computes something else than {REFERENCE}, so their times cannot be compared: "
                     f"on rank {rank} its loss in step {step} is {loss}, and {REFERENCE}'s is {right}"
@@ -121,7 +121,7 @@ def communicates(name: str) -> bool:
 
 
 def row(point: Point, name: str, parameters: int, watched: list[dict], timed: list[list[dict]], seconds: dict) -> dict:
-    """What --json writes for one contender at one point. Memory and traffic are those of the rank that has most."""
+    """What --json writes for one contender at one point. Memory and traffic are those of the rank with the most."""
     settings, first = point.settings, watched[0]
     step_seconds = statistics.median(seconds[name])
     expected = formulas.traffic(first["theory_stage"], parameters, point.ranks, settings.dtype)
@@ -162,13 +162,13 @@ def row(point: Point, name: str, parameters: int, watched: list[dict], timed: li
 
 
 def over_rounds(field: str, timed: list[list[dict]]) -> float | None:
-    """The highest figure of all ranks in each round, and the median of these. None if it is not known here."""
+    """The median over the rounds of the highest figure of all ranks. None if it is unknown here."""
     rounds = [[result[field] for result in results] for results in timed]
     return None if None in rounds[0] else statistics.median(map(max, rounds))
 
 
 def others_share(timed: list[list[dict]]) -> float | None:
-    """Share of this machine's processors that other programs took while the runs went on. None if it is not known."""
+    """Share of this machine's processors that other programs took during the runs. None if it is unknown."""
     if timed[0][0]["machine_seconds"] is None:
         return None
     busy = sum(results[0]["machine_seconds"] for results in timed)
@@ -181,7 +181,7 @@ def others_share(timed: list[list[dict]]) -> float | None:
 
 
 def describe(rows: list[dict]) -> str:
-    """The rows of one point: a table of all contenders, and one of our stages against their opponents."""
+    """The rows of one point: a table of all contenders, and one of our stages compared with their peers."""
     first = rows[0]
     link = f", half of them behind a link of {link_words(first)}" if first.get("link_bits_per_second") else ""
     buckets = f"; buckets of {first['bucket_mib']:g} MiB" if first.get("bucket_mib") else ""
@@ -191,7 +191,7 @@ def describe(rows: list[dict]) -> str:
         f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens; "
         f"rounds × steps: {first['rounds']} × {first['timed_steps']}{buckets}"
     )
-    alone = ["the wire alone"] if first.get("link_bits_per_second") else []  # × DDP: what no stage can hide
+    alone = ["the wire alone"] if first.get("link_bits_per_second") else []  # × DDP: no stage can hide this
     times = [["", "ms a step", "× DDP", "min", "quartiles", "max", *alone]]
     reference = next(row["step_seconds"] for row in rows if row["name"] == REFERENCE)
     sizes = [["MB", "on the wire", "sent", "formula", "peak by the ledger", "peak, resident"]]
@@ -214,7 +214,7 @@ def describe(rows: list[dict]) -> str:
 
 
 def describe_links(rows: list[dict]) -> str:
-    """Times over DDP's, a column for each speed of the link."""
+    """Times divided by DDP's, a column for each speed of the link."""
     speeds = list(dict.fromkeys(map(link_words, rows)))
     cells = {(row["name"], link_words(row)): f"{row['ratios'][REFERENCE]['median']:.3f}" for row in rows}
     names = dict.fromkeys(row["name"] for row in rows)
@@ -223,7 +223,7 @@ def describe_links(rows: list[dict]) -> str:
 
 
 def link_words(row: dict) -> str:
-    """Of the link between the two nodes: "200 Mbit/s"."""
+    """The speed of the link between the two nodes: "200 Mbit/s"."""
     return f"{row['link_bits_per_second'] / 1e6:g} Mbit/s"
 
 
@@ -234,7 +234,7 @@ def spread_cells(ratio: dict[str, float]) -> list[str]:
 
 
 def megabytes(count: float | None) -> str:
-    """Bytes in millions, with one decimal."""
+    """Bytes as MB, with one decimal."""
     return "?" if count is None else f"{count / 1e6:,.1f}"
 
 
@@ -242,7 +242,7 @@ def megabytes(count: float | None) -> str:
 
 
 def names_of_contenders(text: str) -> list[str]:
-    """The type of --only: contenders by name ("stage2,fsdp2"), the reference first, the others in our order."""
+    """The type of --only: contenders by name ("stage2,fsdp2"), in the order of CONTENDERS, after the reference."""
     known = {word_for(name): name for name in available()}
     wanted = list(map(word_for, text.split(",")))
     for word in wanted:
@@ -257,13 +257,13 @@ def word_for(name: str) -> str:
 
 
 def available() -> list[str]:
-    """The contenders of this machine: DeepSpeed only where it is installed."""
+    """The contenders on this machine: DeepSpeed only if it is installed."""
     return [name for name, contender in CONTENDERS.items()
             if not issubclass(contender, peers.DeepSpeed) or contender.is_installed()]
 
 
 def listed(kind):
-    """The type of a flag that takes several values, with commas in between; `kind` checks each."""
+    """The type of a flag that takes several values, separated by commas; `kind` checks each."""
 
     def values(text: str) -> list[str]:
         words = [word.strip() for word in text.split(",")]
@@ -288,16 +288,16 @@ def make_parser() -> Parser:
     parser.add_argument("--model", type=listed(scaling.shape), default=["11M"], metavar="SIZE[,SIZE]",
                         help=f"{', '.join(scaling.MODELS)}, or layers and width, as in 6x384 (default: 11M)")
     parser.add_argument("--sequence", type=positive, default=128, metavar="TOKENS", help="in a sequence (default: 128)")
-    parser.add_argument("--batch", type=positive, default=4, metavar="B", help="sequences of a rank (default: 4)")
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of parameters (default: fp32)")
-    parser.add_argument("--steps", type=positive, metavar="S", help="timed in each run (default: 20; with --link 6)")
-    parser.add_argument("--warm-up", type=positive, metavar="S", help="steps before them (default: 4, 2)")
-    parser.add_argument("--repeats", type=positive, metavar="R", help="rounds: runs of each (default: 5, 3)")
+    parser.add_argument("--batch", type=positive, default=4, metavar="B", help="sequences per rank (default: 4)")
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="dtype of parameters (default: fp32)")
+    parser.add_argument("--steps", type=positive, metavar="S", help="timed steps of a run (default: 20; with --link 6)")
+    parser.add_argument("--warm-up", type=positive, metavar="S", help="steps before them (default: 4; with --link 2)")
+    parser.add_argument("--repeats", type=positive, metavar="R", help="runs of each one (default: 5; with --link 3)")
     parser.add_argument("--only", type=names_of_contenders, default=available(), metavar="NAME[,NAME]",
                         help=f"measure these, and DDP: {', '.join(map(word_for, available()))}")
-    parser.add_argument("--bucket-mb", type=positive, metavar="MIB", help="of all buckets (default: everybody's own)")
+    parser.add_argument("--bucket-mb", type=positive, metavar="MIB", help="of all buckets (default: each one's own)")
     parser.add_argument("--sweep", type=listed(sweep), default=[], metavar="WHAT[,WHAT]",
-                        help="let ranks (1, 2, 4), size (5M to 100M) or sequence (64 to 512) grow")
+                        help="vary ranks (1, 2, 4), size (5M to 100M) or sequence (64 to 512)")
     parser.add_argument("--link", type=listed(two_nodes.bits), default=[], metavar="SPEED[,SPEED]",
                         help="two nodes on this machine, half of the ranks each, and a link of 200mbit, say, between "
                              "them; several speeds draw a curve. Linux, root")
@@ -308,7 +308,7 @@ def make_parser() -> Parser:
 
 
 def read_points(parser: Parser, flags: argparse.Namespace) -> list[Point]:
-    """What to measure; ends the program with a message, before anything starts, if that cannot be done."""
+    """What to measure; if that is impossible, ends the program with a message before anything starts."""
     try:
         two_nodes.check(flags)
         settings = Settings(sequence=flags.sequence, batch=flags.batch, steps=flags.steps, dtype=flags.dtype, lr=3e-4)
@@ -341,7 +341,7 @@ def main(arguments: list[str]) -> str | None:
                 return f"error: {error}"
             rows += found
             bar.write(report.fitted(describe(found)))
-            if flags.json:  # after each point: a long sweep that is stopped has written what it found
+            if flags.json:  # after each point, so that a stopped sweep keeps its results
                 report.write_json({"rows": rows}, flags.json)
     if len(flags.link) > 1:
         print(report.fitted(describe_links(rows)))

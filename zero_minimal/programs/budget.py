@@ -1,13 +1,13 @@
-"""The budget: part B of lesson 10. A system of the learner's own, scored on simulated ranks, where bytes are exact.
+"""The budget: part B of lesson 10. A learner's own system, scored on simulated ranks, where bytes are exact.
 
-    python -m zero_minimal grade lessons/10_whole_system/system.py       what it is worth, and why
+    python -m zero_minimal grade lessons/10_whole_system/system.py       its points, and why
     python -m zero_minimal board FOLDER                                  a class's table
     python -m zero_minimal simulate --stage system.py --layers 36 --hidden 4096 --dtype bf16 --budget-memory 10GB
 
-The file has build(model, group, budget), which returns what is used like a stage: loss.backward(), .step(),
-.zero_grad(). The model comes on the meta device, as stage 3 takes it, and is trained by AdamW(**budget.options) in
-bf16. `group` are the ranks that share it (None: all). `budget` (cases.py) has .memory, .sent (one of them is
-None), .batch, .sequence, .options. Of the parts of this course a system may use all that train.
+The file defines build(model, group, budget), which returns an object that is used like a stage: loss.backward(),
+.step(), .zero_grad(). The model is on the meta device, as for stage 3, and is trained by AdamW(**budget.options) in
+bf16. `group` is the group of ranks that share it (None: all). `budget` (cases.py) has .memory, .sent (one of them is
+None), .batch, .sequence, .options. A system may use all parts of this course that train.
 
 Three tracks, 20 points each:
 
@@ -15,16 +15,16 @@ Three tracks, 20 points each:
     2  traffic    7.5B on 64 ranks, .sent = 2Ψ           the lowest peak
     3  mesh       40B on 16 × 4 ranks, .memory = 20 GB   the fewest bytes sent, over data parallelism's groups of 16
 
-Of the 20:
+Of these 20 points:
 
-    bronze   6    it is legal, and keeps the limit
-    silver  12    and it is ahead of the better one of stages 2 and 3, of those that keep the limit
-    gold    20    and it is within 2% of the bound of paper/bound.py, which no system can pass
+    bronze   6    it is legal, and stays within the limit
+    silver  12    and it is better than stages 2 and 3, if these stay within the limit
+    gold    20    and it is within 2% of the bound of paper/bound.py, which no system can beat
 
-    0             it is not legal (system_rules.py says what that is): then the track is not scored
+    0             it is not legal (system_rules.py defines that): then the track is not scored
 
-The peak counts from the first line of build() to the end of step 2. What is sent is counted in step 2. No clock is
-read, and no value: so a score is the same on every machine and in every run. Bench figures are not scored.
+The peak is taken from the first line of build() to the end of step 2. Bytes sent are counted in step 2. No clock and no
+value is read: so a score is the same on every machine and in every run. Times are not scored.
 """
 
 import functools
@@ -47,13 +47,13 @@ from zero_minimal.programs.unsharded import bound_of
 from zero_minimal.workload.model import GPTConfig
 
 POINTS = {"": 0, "bronze": 6, "silver": 12, "gold": 20}
-GOLD = 1.02  # of the bound
-KNOWN = Path(__file__).with_name("budget.json")  # figures of bounds and reference stages: `measure()` makes them
+GOLD = 1.02  # times the bound
+KNOWN = Path(__file__).with_name("budget.json")  # bounds and figures of stages 2 and 3, from `measure()`
 
 
 @dataclass(frozen=True)
 class Track:
-    """One of the three. `memory` or `sent` is the limit, the other one is what counts."""
+    """One of the three. `memory` or `sent` is the limit, and the other one is scored."""
 
     number: int
     name: str
@@ -66,16 +66,16 @@ class Track:
 
     @property
     def group(self) -> int:
-        """Ranks that share a model's states: N, or D on a mesh."""
+        """The number of ranks that share a model's states: N, or D on a mesh."""
         return self.ranks // self.model_parallel
 
     @property
     def budget(self) -> Budget:
-        """What build() is given."""
+        """The budget that build() gets."""
         return Budget(self.memory, self.sent, 1, self.model.sequence)
 
     def case(self, **choices) -> Case:
-        """A simulation of it. choices: stage=2, or build=…"""
+        """The Case that simulates this track. choices: stage=2, or build=…"""
         return Case(self.model, ranks=self.ranks, dtype="bf16", model_parallel=self.model_parallel,
                     budget=self.budget, **choices)
 
@@ -91,7 +91,7 @@ TRACKS = (
 
 @dataclass(frozen=True)
 class Figures:
-    """What a system needs in a track, bytes; `sent` by data parallelism alone."""
+    """What a system needs in a track, in bytes; `sent`: only by data parallelism."""
 
     peak: int
     construction: int
@@ -101,7 +101,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Score:
-    """What a track has come to. `counts` and `bound` are bytes of what the track counts; `words` say why."""
+    """The result of a track. `counts` and `bound`: the scored bytes and their bound; `words`: the reason."""
 
     track: int
     medal: str
@@ -115,13 +115,12 @@ class Score:
 
     @property
     def off(self) -> float | None:
-        """How far above the bound: 0.02 is 2%."""
+        """How far the result is above the bound: 0.02 is 2%."""
         return None if self.counts is None or not self.bound else self.counts / self.bound - 1
 
 
 def simulated(track: Track, build: Callable | None = None, stage: int = 3, watch: Callable | None = None) -> Figures:
-    """Run a track's model under a system, or a stage, as rank 0 of all. `watch`: a context around it
-    (system_rules.py)."""
+    """Simulate rank 0 of a track's model under a system or a stage. `watch`: a context around it (system_rules.py)."""
     choices = {"build": build, "name": "system"} if build else {"stage": stage}
     report = simulate(track.case(**choices), around=watch).report
     memory, sent = report["memory"], report["traffic"]["sent_bytes"] - round(bound(track).others)
@@ -130,14 +129,14 @@ def simulated(track: Track, build: Callable | None = None, stage: int = 3, watch
 
 @functools.cache
 def bound(track: Track) -> Bound:
-    """The track's bound: of the file for the three tracks, else computed."""
+    """The track's bound: read from the file for the three tracks, otherwise computed."""
     if track in TRACKS and KNOWN.exists():
         return Bound(**known()[track.name]["bound"])
     return computed_bound(track)
 
 
 def computed_bound(track: Track) -> Bound:
-    """The model's own needs, seen in one step of it without any system."""
+    """The bound from the model's own needs, measured in one step without any system."""
     dist.init_process_group("fake", rank=0, world_size=track.ranks, store=FakeStore())
     try:
         mesh = make_mesh(track.model_parallel)
@@ -149,20 +148,20 @@ def computed_bound(track: Track) -> Bound:
 
 
 def limit_and_least(track: Track) -> tuple[int, float]:
-    """Bytes of the track's limit, and the bound of what it counts."""
+    """Bytes of the track's limit, and the bound of the scored bytes."""
     if track.memory is not None:
         return track.memory, bound(track).sent(track.memory) - bound(track).others
     return track.sent, bound(track).memory(track.sent + bound(track).others)
 
 
 def counted_and_limited(track: Track, figures: Figures) -> tuple[int, int]:
-    """Bytes of what the track counts, and of what it limits."""
+    """The bytes that the track scores, and those that it limits."""
     peak = max(figures.peak, figures.construction)
     return (figures.sent, peak) if track.memory is not None else (peak, figures.sent)
 
 
 def better_reference(track: Track) -> tuple[str, int]:
-    """The better one of stages 2 and 3 that keep the track's limit: its name, and what counts."""
+    """The better one of stages 2 and 3, if within the track's limit: its name and its scored bytes."""
     rows = {name: counted_and_limited(track, Figures(**known()[track.name][name])) for name in ("stage 2", "stage 3")}
     kept = [(counts, name) for name, (counts, limited) in rows.items() if limited <= limit_and_least(track)[0]]
     counts, name = min(kept)
@@ -170,7 +169,7 @@ def better_reference(track: Track) -> tuple[str, int]:
 
 
 def score(track: Track, figures: Figures) -> Score:
-    """The medal for these figures; their system is legal."""
+    """The medal for these figures of a legal system."""
     limit, least = limit_and_least(track)
     counts, limited = counted_and_limited(track, figures)
     what, has = ("sends", "its peak is") if track.memory is not None else ("holds", "it sends")
@@ -200,12 +199,12 @@ def score(track: Track, figures: Figures) -> Score:
 
 @functools.cache
 def known() -> dict:
-    """What budget.json holds: of each track the bound, and the figures of stages 2 and 3."""
+    """The contents of budget.json: for each track the bound, and the figures of stages 2 and 3."""
     return json.loads(KNOWN.read_text())
 
 
 def measure() -> dict:
-    """What budget.json holds: `python -m zero_minimal.programs.budget` writes it anew. Of the stages steps alone count:
+    """New contents of budget.json, which `python -m zero_minimal.programs.budget` writes. For stages only steps count:
     stage 2 cannot begin on the meta device."""
     found = {}
     for track in TRACKS:

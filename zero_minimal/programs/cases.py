@@ -1,4 +1,4 @@
-"""Cases: what can be simulated, and in how many phases it runs (simulation.py)."""
+"""Cases: what can be simulated, and the phases of its run (simulation.py)."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
@@ -11,31 +11,31 @@ from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import DTYPES, OPTIMIZER
 
-BUCKETS = 256  # with 4 MiB a trillion parameters would make half a million: so many, and they grow with the model
-CONSTANT = 64 * 2**20  # bytes of a buffer of zero_100b.py, whatever the model is (C_B): else large models take minutes
+BUCKETS = 256  # at most; 4 MiB buckets of a trillion parameters would be half a million
+CONSTANT = 64 * 2**20  # bytes of a buffer of zero_100b.py for every model (C_B): with less, large models take minutes
 OPTIONS = {"lr": 1e-3, **OPTIMIZER}
 
 
 @dataclass(frozen=True)
 class Case:
-    """What to simulate. Raises ValueError, saying what is accepted, for what cannot be."""
+    """What to simulate. Raises ValueError, saying what is accepted, if it cannot be simulated."""
 
     model: GPTConfig | ForeignModel
     stage: int = 3
     ranks: int = 64
     dtype: str = "fp16"
-    batch: int = 1  # sequences a rank (with model parallelism: a group of ranks) works on at once
-    model_parallel: int = 1  # M ranks share a model; the stage works among the other ranks / M
-    rank: int = 0  # which one
-    steps: int = 2  # optimizer state is made in the first; the second is like all that follow
-    bucket_bytes: int | None = None  # None: 4 MiB or, if these were many, as large as makes 256; 64 MiB in a config
+    batch: int = 1  # sequences that a rank (or a model-parallel group) works on at once
+    model_parallel: int = 1  # M ranks share a model; the stage works across ranks / M replicas
+    rank: int = 0  # which rank to simulate
+    steps: int = 2  # the first makes the optimizer state; the second is like all later ones
+    bucket_bytes: int | None = None  # None: 4 MiB, or larger so that there are at most 256; 64 MiB in a config
     accumulate: int = 1  # micro-batches in a step
     attention: str = "fused"  # or one of the others in kernels.ATTENTION
-    offload: str = ""  # "cpu": with the rank's host, stages 1 to 3
+    offload: str = ""  # "cpu": offload to the rank's host, stages 1 to 3
     config: str = ""  # "C1" … "C5": that system of zero_100b.py, instead of `stage`
-    build: Callable | None = None  # build(model, group, budget) -> what is used like a stage, instead of `stage`
-    budget: object = None  # what that is given; None: Budget()
-    name: str = ""  # of what it builds
+    build: Callable | None = None  # build(model, group, budget) -> an object used like a stage, instead of `stage`
+    budget: object = None  # its argument; None: Budget()
+    name: str = ""  # the name of what it builds
 
     def __post_init__(self):
         for name in ("ranks", "batch", "model_parallel", "steps", "accumulate"):
@@ -80,7 +80,7 @@ class Case:
 
     @property
     def called(self) -> str:
-        """What is simulated, in a word or two."""
+        """A short name for what is simulated."""
         return self.config or self.name or f"stage {self.stage}{', offloaded' if self.offload else ''}"
 
     @property
@@ -90,7 +90,7 @@ class Case:
 
     @property
     def settings(self) -> dict:
-        """For a report."""
+        """The settings, for a report."""
         plain = {entry.name: getattr(self, entry.name) for entry in fields(self)
                  if entry.name not in ("build", "budget", "name")}
         return plain | {"model": asdict(self.model)}
@@ -98,17 +98,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a system of somebody's own is built for: the third argument of build(model, group, budget)."""
+    """What a learner's own system must keep to: the third argument of build(model, group, budget)."""
 
-    memory: int | None = None  # the most bytes on the device at any moment, also while it is built
+    memory: int | None = None  # the most bytes on the device at any moment, also during construction
     sent: int | None = None  # the most bytes sent in a step by data parallelism
     batch: int = 1  # sequences that a rank works on at once
     sequence: int = 1024  # tokens in each
-    options: dict = field(default_factory=lambda: dict(OPTIONS))  # for AdamW
+    options: dict = field(default_factory=lambda: dict(OPTIONS))  # of AdamW
 
 
 def phases(case: Case) -> list[str]:
-    """What comes one after the other."""
+    """The names of the case's phases, in order."""
     more = [f"micro-batch {micro} of step" for micro in range(2, case.accumulate + 1)]
     parts = ("forward", "backward", *more, "update")
     return [*(["model"] if case.config else ["model", "stage"]),
@@ -116,14 +116,14 @@ def phases(case: Case) -> list[str]:
 
 
 def stage_of(case: Case) -> int:
-    """The stage whose formula holds."""
+    """The stage whose formulas apply."""
     if not case.config:
         return case.stage
     return 2 if issubclass(CONFIGS[case.config].stage, Stage2) else 1
 
 
 def bucket_bytes(case: Case) -> int:
-    """Size of the stage's buckets; a config's are its constant buffers too, so they do not grow with the model."""
+    """Size of the stage's buckets; a config's are also its constant buffers, so they do not grow with the model."""
     if case.bucket_bytes:
         return case.bucket_bytes
     if case.config:

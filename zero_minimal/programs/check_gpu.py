@@ -1,9 +1,9 @@
-"""Check-gpu: everything that only a GPU can show, in one command of at most 8 minutes.
+"""Check-gpu: all checks that need a GPU, in one command of at most 8 minutes.
 
     python -m zero_minimal check-gpu --json gpu.json --plot gpu.png --trace trace.json
 
-Each part is a program of its own (programs/gpu), with a time limit. Its line in the table says what it found, or why
-it failed, or why it was left out.
+Each part is a separate program (programs/gpu) with a time limit. Its line in the table says what it found, why it
+failed, or why it was left out.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from zero_minimal.programs.gpu.parts import PARTS
 from zero_minimal.workload.settings import Parser, output_file, picture_file
 
 ALL = 8 * 60.0  # seconds
-AT_LEAST = 15.0  # in which a part can do something
+AT_LEAST = 15.0  # the least in which a part can finish
 NO_GPU = "no GPU here, so there is nothing to check: --dry runs the same parts on the CPU, small, to try the command"
 OK, OFF, FAILED, SKIPPED = "ok", "off", "failed", "skipped"
 
 
 @dataclass(frozen=True)
 class Here:
-    """What the parts are told: GPUs, whether to run without, and where a trace shall go."""
+    """What the parts are told: the number of GPUs, whether to run without them, and where to save a trace."""
 
     gpus: int
     dry: bool
@@ -40,7 +40,7 @@ class Here:
 
 
 def run_parts(names: list[str], here: Here, seconds: float = ALL) -> list[dict]:
-    """The rows of the table: {"part", "title", "status", "why", "seconds"} and what the part found."""
+    """The rows of the table: {"part", "title", "status", "why", "seconds"} and the part's results."""
     until, rows = time.monotonic() + seconds, []
     for number, name in enumerate(names, 1):
         progress.announce(f"check-gpu: {number} of {len(names)}, {PARTS[name].title} …")
@@ -52,7 +52,7 @@ def run_parts(names: list[str], here: Here, seconds: float = ALL) -> list[dict]:
 
 
 def run_part(name: str, here: Here, left: float) -> dict:
-    """One of them, as its own process."""
+    """Run one part in its own process."""
     part = PARTS[name]
     if not here.dry and here.gpus < part.gpus:
         return {"status": SKIPPED, "why": f"needs {part.gpus} GPUs, and {plural(here.gpus, 'GPU')} is here"}
@@ -64,7 +64,7 @@ def run_part(name: str, here: Here, left: float) -> dict:
         command = [sys.executable, "-m", "zero_minimal.programs.gpu.parts", name, "--json", str(file),
                    "--gpus", str(here.gpus), "--limit", str(limit)]
         command += ["--dry"] * here.dry + (["--trace", here.trace] if here.trace and traced(here) == name else [])
-        end, said = process(command, limit + 2)  # ranks that hang say first where they stand
+        end, said = process(command, limit + 2)  # ranks that hang first report their stacks
         if end is None:
             return {"status": FAILED, "why": f"not done after {limit:.0f} s", "output": said[-4000:]}
         if end or not file.exists():
@@ -75,12 +75,12 @@ def run_part(name: str, here: Here, left: float) -> dict:
 
 
 def traced(here: Here) -> str:
-    """The part whose trace --trace keeps: the one with messages, if there are several GPUs."""
+    """The part whose trace --trace saves: the one with messages, if there are several GPUs."""
     return "overlap" if here.gpus > 1 else "offload"
 
 
 def process(command: list[str], limit: float) -> tuple[int | None, str]:
-    """Its exit code (None: it was ended after `limit` seconds) and what it said. What it has started ends with it."""
+    """A command's exit code (None: ended after `limit` seconds) and its output. Its child processes end with it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONFAULTHANDLER": "1"}
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         running = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
@@ -89,7 +89,7 @@ def process(command: list[str], limit: float) -> tuple[int | None, str]:
             code = running.wait(limit)
         except subprocess.TimeoutExpired:
             code = None
-        finally:  # Ctrl-C, too
+        finally:  # also after Ctrl-C
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(running.pid, signal.SIGKILL)
             running.wait()
@@ -98,7 +98,7 @@ def process(command: list[str], limit: float) -> tuple[int | None, str]:
 
 
 def last_words(said: str) -> str:
-    """Why it failed: the last line of its error that is one."""
+    """Why it failed: the last line of its output that looks like an error."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.split(":")[0] or line.startswith("Fatal")]
     return (errors or lines or [""])[-1][:300]
@@ -108,7 +108,7 @@ def last_words(said: str) -> str:
 
 
 def describe(rows: list[dict]) -> str:
-    """The table, a line for each check, and the speeds."""
+    """The table with a line for each check, and the speeds."""
     lines = []
     for row in rows:
         why = f": {row['why']}" if row["why"] and row["status"] in (FAILED, SKIPPED) else ""
@@ -123,12 +123,12 @@ def describe(rows: list[dict]) -> str:
 
 
 def mark(ok: bool | None) -> str:
-    """Of a check."""
+    """The mark of a check."""
     return {True: "ok ", False: "OFF", None: " – "}[ok]
 
 
 def speeds(row: dict) -> str:
-    """The table beside DDP and FSDP2."""
+    """The table of speeds, with DDP and FSDP2."""
     by_name = {each["name"]: each["step_seconds"] for each in row["rows"]}
     cells = [["", "ms a step", "tokens/s", "of DDP", "of FSDP2", "GB at the peak"]]
     for each in row["rows"]:
@@ -139,7 +139,7 @@ def speeds(row: dict) -> str:
 
 
 def draw(rows: list[dict], path: str) -> str | None:
-    """The page of pictures. Returns why there is none, if there is none."""
+    """Draw the page of pictures. Returns the reason if that fails, else None."""
     try:
         from zero_minimal.pictures import style
         from zero_minimal.pictures.gpu_report import draw_gpu
@@ -147,7 +147,7 @@ def draw(rows: list[dict], path: str) -> str | None:
         return f"no picture: {error}"
     try:
         style.save(draw_gpu(rows), path)
-    except Exception as error:  # the figures are worth more than a picture of them
+    except Exception as error:  # a failed picture must not lose the figures
         return f"no picture: {type(error).__name__}: {error}"
     return None
 
@@ -156,15 +156,15 @@ def draw(rows: list[dict], path: str) -> str | None:
 
 
 def main(arguments: list[str]) -> str | int | None:
-    """The command: run the parts, print what they found, write JSON, picture and trace."""
+    """The command: run the parts, print their results, write JSON, picture and trace."""
     parser = Parser(prog="python -m zero_minimal check-gpu",
-                    description="Check on a GPU what a CPU cannot show, in at most 8 minutes.")
+                    description="Run the checks that need a GPU, in at most 8 minutes.")
     parser.add_argument("--parts", metavar="NAME,NAME", help=f"only these of {', '.join(PARTS)}")
-    parser.add_argument("--dry", action="store_true", help="without a GPU: the same parts on the CPU, small")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write what was found to this file")
+    parser.add_argument("--dry", action="store_true", help="without a GPU: run small versions of the parts on the CPU")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results to this file")
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw it")
     parser.add_argument("--trace", type=output_file, metavar="FILE.json",
-                        help="keep a step's trace, for https://ui.perfetto.dev")
+                        help="save the trace of a step, for https://ui.perfetto.dev")
     flags = parser.parse_args(arguments)
     names = flags.parts.split(",") if flags.parts else list(PARTS)
     if unknown := [name for name in names if name not in PARTS]:

@@ -1,7 +1,7 @@
 """Compare: all stages and their peers on the same work, each in fresh ranks, side by side.
 
     python -m zero_minimal compare --ranks 2 --plot compare.png
-    python -m zero_minimal compare --offload cpu                       stages 0 to 3 beside 1 to 3 offloaded
+    python -m zero_minimal compare --offload cpu                       stages 0 to 3, and 1 to 3 offloaded
     python -m zero_minimal compare --configs --ranks 4                 the paper's C1 to C5 (configs.py)
 """
 
@@ -46,7 +46,7 @@ def run(stage_class: type, settings: Settings, world_size: int, device: str = "a
 
 
 def run_all(settings: Settings, world_size: int, device: str = "auto", timeout: float = 3600) -> list[dict]:
-    """The reports of all stages, then of the peers; one that this machine cannot run is left out, with a word why."""
+    """The reports of all stages, then of the peers; a peer that cannot run here is left out, with the reason."""
     rows = [run(stage_class, settings, world_size, device, timeout) for stage_class in STAGES]
     for peer in PEERS:
         try:
@@ -64,7 +64,7 @@ def run_offloaded(settings: Settings, world_size: int, away: Offload, device: st
 
 
 def describe(rows: list[dict]) -> str:
-    """One line a run: memory and traffic in MB (a million bytes), speed, and losses."""
+    """A line for each run: memory and traffic in MB (a million bytes), speed, and losses."""
     first = rows[0]
     head = (
         f"\n{first['parameters']:,} parameters Ψ in {first['dtype']} on N = {first['ranks']} ranks, {first['device']}, "
@@ -87,7 +87,7 @@ def describe(rows: list[dict]) -> str:
 
 
 def agreement(rows: list[dict]) -> str:
-    """How far the losses of each run are from those of the first, in words."""
+    """In words: how far the losses of each run are from those of the first."""
     first, *others = rows
     same = [row["name"] for row in others if row["losses"] == first["losses"]]
     lines = [f"losses that agree bit for bit: {', '.join([first['name'], *same])}"] if same else []
@@ -100,7 +100,7 @@ def agreement(rows: list[dict]) -> str:
 
 
 def megabytes(count: float) -> str:
-    """Bytes as MB, in the number of digits that tells small models apart."""
+    """Bytes as MB, with enough digits to distinguish small models."""
     return f"{count / 1e6:,.2f}"
 
 
@@ -108,12 +108,12 @@ def megabytes(count: float) -> str:
 
 
 def on_device(row: dict) -> int:
-    """Bytes of model states there."""
+    """Bytes of model states on the device."""
     return sum(row["memory"][state] for state in formulas.STATES)
 
 
 def by_formula(row: dict) -> dict[str, float]:
-    """Bytes that the formulas say, padding included: {"device", "host", "to_host", "to_device"}."""
+    """Bytes by the formulas, including padding: {"device", "host", "to_host", "to_device"}."""
     device = sum(row["theory"].values()) + sum(row["padding"].values())
     parts = report.of_host(row, row["parameters"], row["ranks"]) if "bus" in row else [(0,) * 5] * 3
     host, there, back = (formula + padding for _, _, formula, _, padding in parts)
@@ -121,7 +121,7 @@ def by_formula(row: dict) -> dict[str, float]:
 
 
 def describe_offloaded(rows: list[dict]) -> str:
-    """A line a run, in MB (a million bytes) of rank 0, formulas in brackets."""
+    """A line for each run, in MB (a million bytes) of rank 0, with formulas in brackets."""
     first = rows[0]
     head = paragraph(
         f"{first['parameters']:,} parameters Ψ in {first['dtype']} on N = {first['ranks']} ranks, {first['device']};",
@@ -152,7 +152,7 @@ def main(arguments: list[str]) -> None:
                         help="with --configs: ranks that share one model (default: 2)")
     offload_flags.add_flags(parser)
     parser.add_argument("--budget-mb", type=positive, metavar="MB",
-                        help="with --configs: also find the most blocks that fit into this much memory of a rank")
+                        help="with --configs: also find the most blocks that fit into this much memory per rank")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the reports of all runs to this file")
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw them")
     add_device(parser)
@@ -168,7 +168,7 @@ def main(arguments: list[str]) -> None:
     check(parser, flags)
     progress.announce(f"starting {plural(flags.ranks, 'rank')} …")
     if flags.configs:
-        from zero_minimal.programs import configs  # needs all of ZeRO-R
+        from zero_minimal.programs import configs  # imports all of ZeRO-R
 
         configs.check(parser, settings, flags.ranks, flags.model_parallel)
         budget = flags.budget_mb * 10**6 if flags.budget_mb else None
@@ -188,7 +188,7 @@ def main(arguments: list[str]) -> None:
 
 
 def check(parser: Parser, flags: argparse.Namespace) -> None:
-    """Ends the program for flags that make no sense."""
+    """End the program if flags contradict each other."""
     if flags.bus and not flags.offload:
         parser.error("--bus is the speed of --offload's bus: give --offload cpu, too")
     if flags.offload not in (None, "cpu") or flags.host_budget:

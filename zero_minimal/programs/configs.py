@@ -1,4 +1,4 @@
-"""Configs: the paper's C1 to C5 (Table 3) on the same work: memory, speed, and the largest model that a budget holds.
+"""Configs: the paper's C1 to C5 (Table 3) on the same work: memory, speed, and the largest model that fits a budget.
 
     python -m zero_minimal compare --configs --ranks 4 --model-parallel 2 --plot configs.png
 """
@@ -37,8 +37,8 @@ def train(
     name: str, settings: Settings, model_parallel: int, rank: ranks.Rank, flags: Flags = NO_CHECKPOINTS,
     system_class: type = System,
 ) -> dict | None:
-    """Train with one config of this class, the lesson's or a learner's own; this rank's report: losses, means over the
-    ranks; memory, traffic, speed. None if the run that is resumed had done all steps.
+    """Train with one config of this class, the lesson's or a learner's own; return this rank's report: losses, averaged
+    over the ranks, memory, traffic, speed. None if the resumed run had done all steps.
 
     Raises: ValueError on every rank for a world that is not D × M, or heads that M does not divide.
     """
@@ -72,7 +72,7 @@ def train(
 
 
 def build(name: str, settings: Settings, mesh: Mesh, rank: ranks.Rank, system_class: type = System) -> System:
-    """The system, its model the same in each model-parallel group; dropout of each group's own from here on."""
+    """The system, with the same model in each model-parallel group; from now on each group has its own dropout."""
     torch.manual_seed(settings.seed)
     system = system_class(
         name, settings.model_config(), mesh, settings.batch, DTYPES[settings.dtype], rank.device,
@@ -83,7 +83,7 @@ def build(name: str, settings: Settings, mesh: Mesh, rank: ranks.Rank, system_cl
 
 
 def describe_run(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) -> dict:
-    """What was run, and where."""
+    """What was run and where, for a report."""
     return {
         "name": name,
         "config": name,
@@ -96,7 +96,7 @@ def describe_run(name: str, settings: Settings, model_parallel: int, rank: ranks
 
 
 def run(name: str, settings: Settings, world_size: int, model_parallel: int, device: str = "auto") -> dict:
-    """One config in fresh ranks: rank 0's report."""
+    """Run one config in fresh ranks; return rank 0's report."""
 
     def on_each_rank():
         with ranks.start() as rank:
@@ -106,12 +106,12 @@ def run(name: str, settings: Settings, world_size: int, model_parallel: int, dev
 
 
 def largest_model(name, settings: Settings, world_size: int, model_parallel: int, budget: float, device: str) -> int:
-    """The most blocks of settings' shape whose training stays within `budget` bytes on rank 0, as a run of them shows.
+    """The most blocks of this shape whose training stays within `budget` bytes on rank 0, found by running them.
 
     Raises: ValueError if a model of one block does not fit.
     """
 
-    @functools.cache  # each is a run
+    @functools.cache  # each call is a run
     def peak(layers: int) -> int:
         short = replace(settings, layers=layers, steps=MEMORY_STEPS)
         return run(name, short, world_size, model_parallel, device)["memory"]["peak"]
@@ -119,7 +119,7 @@ def largest_model(name, settings: Settings, world_size: int, model_parallel: int
     low, high = peak(1), peak(3)
     if low > budget:
         raise ValueError(f"{name}: one block takes {low / 1e6:.1f} MB, and the budget is {budget / 1e6:.1f} MB")
-    layers = max(1, 1 + int((budget - low) / ((high - low) / 2)))  # nearly linear: begin there, and let runs decide
+    layers = max(1, 1 + int((budget - low) / ((high - low) / 2)))  # start from a linear estimate, then decide by runs
     while peak(layers) > budget:
         layers -= 1
     while peak(layers + 1) <= budget:
@@ -152,7 +152,7 @@ def describe(rows: list[dict]) -> str:
 
 
 def run_all(settings: Settings, world_size: int, model_parallel: int, device: str, budget: float | None) -> list[dict]:
-    """The reports of C1 to C5; with a budget in bytes also how many blocks fit into it."""
+    """The reports of C1 to C5; with a budget in bytes, also how many blocks fit."""
     rows = [run(name, settings, world_size, model_parallel, device) for name in CONFIGS]
     if budget:
         for row in rows:
@@ -168,7 +168,7 @@ def run_all(settings: Settings, world_size: int, model_parallel: int, device: st
 
 
 def check(parser: Parser, settings: Settings, world_size: int, model_parallel: int) -> None:
-    """End the program with a message, on every rank alike, for what cannot be trained."""
+    """End the program with a message, on every rank alike, if this cannot be trained."""
     if world_size % model_parallel:
         parser.error(f"{world_size} ranks are not D × {model_parallel}: --model-parallel must divide them; accepted: "
                      f"{', '.join(map(str, divisors(world_size)))}. torchrun --nproc-per-node N starts N ranks")

@@ -1,9 +1,9 @@
-"""DeepSpeed: what --deepspeed-config does in the programs that train: a JSON that DeepSpeed reads is read here, too.
+"""DeepSpeed: implements --deepspeed-config in the programs that train, which reads DeepSpeed's JSON configuration.
 
     torchrun --nproc-per-node 2 zero_minimal/stage2.py --deepspeed-config ds.json
 
-deepspeed_keys.py is the table of all keys. What the file leaves open, or calls "auto", the flags say, as Hugging Face's
-Trainer fills it in; what both say must agree. The first rank says what the file became, and what is ignored.
+deepspeed_keys.py is the table of all keys. Flags fill in what the file leaves out or calls "auto", as Hugging Face's
+Trainer does; values in both must agree. The first rank prints the resulting flags, and what is ignored.
 """
 
 import argparse
@@ -26,25 +26,25 @@ BATCHES = TOTAL, MICRO, TIMES = "train_batch_size", "train_micro_batch_size_per_
 BUCKETS = "zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size"
 HOST = "zero_optimization.offload_optimizer"
 CLIP = 1.0  # DeepSpeed's default
-ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}  # its default, with a learning rate of 0.001
+ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}  # DeepSpeed's defaults, with a learning rate of 0.001
 
 
 class Wanted:
-    """What a file asks of a program.
+    """What a file requests from a program.
 
     Args:
-        found: what read() returned.
+        found: the result of read().
         given: {name: value} of the flags on the command line, and `defaults` of all flags.
-        ranks: data-parallel ones, by which the batch is divided.
+        ranks: data-parallel ranks, among which the batch is divided.
         mesh: whether the program has ranks that share a model (zero_100b.py).
-    flags: what the file says of them. notes: a line for each key that is ignored, and why. optimizer, scheduler, fp16:
-    as FromDeepSpeed has them. Raises: ValueError, for what contradicts itself, the flags or what can be done here.
+    flags: their values in the file. notes: a line for each ignored key, with the reason. optimizer, scheduler, fp16: as
+    FromDeepSpeed has them. Raises: ValueError if the file contradicts itself or the flags, or is not supported.
     """
 
     def __init__(self, found: dict, given: dict, defaults: dict, ranks: int, mesh: bool = False):
         self.found, self.given, self.defaults, self.ranks = found, given, defaults, ranks
         self.notes: list[str] = []
-        self.left_open: list[str] = []  # keys that are "auto", and that no flag says
+        self.left_open: list[str] = []  # keys that are "auto" and have no flag
         self.flags: dict[str, Any] = {}
         for name, value in found.items():
             self._look_up(name, value, mesh)
@@ -62,11 +62,11 @@ class Wanted:
             self.notes.append(f'"auto" is DeepSpeed\'s default for {", ".join(self.left_open)}: no flag says it')
 
     def settings(self, settings: Settings) -> FromDeepSpeed:
-        """Those of the flags, with what the file has beside them."""
+        """The settings of the flags, with those that only the file has."""
         return FromDeepSpeed(**asdict(settings), optimizer=self.optimizer, scheduler=self.scheduler, fp16=self.fp16)
 
     def say(self, name: str, flag: str, value: Any) -> None:
-        """The flag has this value. Raises: ValueError if the command line says otherwise."""
+        """Set a flag to this value. Raises: ValueError if the command line has another value."""
         if flag in self.given and self.given[flag] != value:
             shown = "--" + flag.replace("_", "-")
             raise ValueError(f"{name} makes {shown} {_shown(value)}, and the command line has {shown} "
@@ -74,7 +74,7 @@ class Wanted:
         self.flags[flag] = value
 
     def _look_up(self, name: str, value: Any, mesh: bool) -> None:
-        """A note for a key that is ignored. Raises: ValueError for one that is refused."""
+        """Add a note for an ignored key. Raises: ValueError for a refused key."""
         row = TABLE[name]
         is_off = isinstance(value, dict) and value.get("enabled", value.get("device", True)) in OFF
         if isinstance(row, Taken) or value in row.same or is_off and row.same == OFF:
@@ -85,7 +85,7 @@ class Wanted:
             self.notes.append(f"{name} is ignored: {row.why}")
 
     def _value(self, name: str) -> Any:
-        """That of the file; for "auto" that of the flag; None if neither says it."""
+        """The value in the file; for "auto", that of the flag; None if neither has one."""
         value, flag = self.found.get(name), TABLE[name].flag
         if value == AUTO and not flag and name.startswith(("optimizer.", "scheduler.", "fp16.")):
             self.left_open.append(name)
@@ -94,7 +94,7 @@ class Wanted:
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def _batch(self) -> None:
-        """As DeepSpeed does: any of the three may be missing, and follows from the others."""
+        """As in DeepSpeed, any of the three values may be missing, and follows from the others."""
         total, micro, times = map(self._value, BATCHES)
         micro = self.given.get("batch") if micro is None else micro
         times = self.given.get("accumulate") if times is None else times
@@ -123,7 +123,7 @@ class Wanted:
             if (other := self._value(name)) not in (None, dtype):
                 raise ValueError(f"{name} is {json.dumps(other)}, and parameters are {dtype}: gradients are kept and "
                                  "reduced in that, and no other")
-        if self.stage == 0 and dtype != "fp32":  # a test copies what DeepSpeed does, and then makes its losses
+        if self.stage == 0 and dtype != "fp32":  # a test imitates DeepSpeed here, and gets its losses
             scale = ", and divides gradients by a loss scale that its loss never had" if dtype == "fp16" else ""
             self.notes.append(f"stage 0 in {dtype}: DeepSpeed's own begins with an Adam step on gradients of 0{scale}, "
                               "so its losses are others; at stages 1 to 3 they are those here")
@@ -139,7 +139,7 @@ class Wanted:
             self.say("gradient_clipping", "clip", float(largest))
 
     def _buckets(self) -> None:
-        """Elements there, MiB here."""
+        """DeepSpeed counts elements, we count MiB."""
         sizes = {name: size for name in BUCKETS if (size := self._value(name)) is not None}
         for name, size in sizes.items():
             if self.stage == 3:
@@ -161,18 +161,18 @@ class Wanted:
                               "memory all the same: here it goes to disk")
 
     def _optimizer(self) -> dict:
-        """Its type in torch, and its options; {} if the file has none."""
+        """The optimizer's type in torch and its options; {} if the file has none."""
         if not self._has("optimizer"):
             return {}
         kind, lr = self._needed("optimizer.type", "an optimizer"), self._value("optimizer.params.lr")
         decoupled = kind.lower() == "adamw" or self._value("optimizer.params.adam_w_mode") is not False
-        # torch_adam: torch's own decay
+        # torch_adam: torch's default decay
         decay = {"weight_decay": 0.01} if decoupled and self._value("optimizer.params.torch_adam") else {}
         self.say("optimizer.params.lr", "lr", float(1e-3 if lr is None else lr))
         return {"type": "AdamW" if decoupled else "Adam"} | self._options("optimizer.params", ADAM | decay)
 
     def _scheduler(self) -> dict:
-        """Its type, and all parameters; {} if the program's own goes on."""
+        """The scheduler's type and all parameters; {} keeps the program's own."""
         if not self._has("scheduler"):
             if self.optimizer:
                 self.notes.append("no scheduler: the learning rate stays as it is, as in DeepSpeed")
@@ -191,7 +191,7 @@ class Wanted:
         return any(name.startswith(f"{section}.") for name in self.found)
 
     def _needed(self, name: str, whose: str) -> Any:
-        """Its value. Raises: ValueError if neither the file nor a flag says it."""
+        """A key's value. Raises: ValueError if neither the file nor a flag has it."""
         value, row = self._value(name), TABLE[name]
         if value is None:
             auto = f', or be "auto", for --{row.flag}' if row.flag else ""
@@ -199,7 +199,7 @@ class Wanted:
         return value
 
     def _options(self, section: str, defaults: dict[str, Any]) -> dict[str, Any]:
-        """The values of these keys in the file, and where it has none their defaults."""
+        """The values of these keys in the file, or their defaults."""
         found = {key: self._value(f"{section}.{key}") for key in defaults}
         return defaults | {key: value for key, value in found.items() if value is not None}
 
@@ -209,7 +209,7 @@ def _shown(value: Any) -> str:
 
 
 def words(wanted: Wanted) -> str:
-    """What the file says, as flags; and what no flag says."""
+    """The file's contents as flags, and those that have no flag."""
     flags = [f"--{name.replace('_', '-')} {_shown(value)}" for name, value in wanted.flags.items() if value is not None]
     more = [f"{name}: " + ", ".join(f"{key} {_shown(value)}" for key, value in part.items() if value is not None)
             for name in ("optimizer", "scheduler", "fp16") if (part := getattr(wanted, name))]
@@ -227,8 +227,8 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
 
 def read_flag(parser: Parser, arguments: argparse.Namespace,
               stage_class: type | None) -> Callable[[Settings], Settings]:
-    """Fill in the flags of a program from the file, if there is one; what then adds to its settings. Ends the program,
-    saying what is accepted, for a file that does not fit. stage_class: that of a stage's program; None: zero_100b.py's.
+    """Fill in a program's flags from the file, if any; return a function that extends its settings. Ends the program,
+    saying what is accepted, if the file does not fit. stage_class: of a stage's program; None: zero_100b.py.
     """
     path = arguments.deepspeed_config
     if path is None:
@@ -258,7 +258,7 @@ def _check_stage(wanted: Wanted, name: str) -> None:
 
 
 def _choose_config(wanted: Wanted) -> None:
-    """Stage and kept activations choose one of C1 to C5."""
+    """Choose one of C1 to C5 by the stage and the checkpoint settings."""
     if wanted.flags.pop("offload", None):
         raise ValueError("zero_100b.py has no offload of optimizer state: start zero_minimal/stage"
                          f"{wanted.stage}.py with this file")

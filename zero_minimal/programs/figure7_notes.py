@@ -1,4 +1,4 @@
-"""Figure 7 in words: how far the paper's bars are from the code's, what explains it and what does not."""
+"""Figure 7 in words: how far the paper's bars are from the code's, and what explains the difference."""
 
 from zero_minimal.paper import formulas, published
 from zero_minimal.paper.quantities import size_text
@@ -19,7 +19,7 @@ def of(bars: list[dict]) -> list[str]:
 
 
 def causes(bars: list[dict]) -> list[str]:
-    """What is known of the bars that disagree, those of 40B with P_a, and what is not."""
+    """What is known and unknown about the bars that disagree, those of 40B with P_a."""
     scores = [f"{shape.batch * shape.heads // shape.model_parallel * 1024**2 * 2 / GB:.2g} GB at {name}"
               for name, (shape, _) in published.FIGURE7.items()]
     buffers = " or ".join(dict.fromkeys(size_text(bar["bucket_bytes"]) for bar in bars))
@@ -44,14 +44,14 @@ def _checkpoints_of_100b() -> str:
 
 
 def checkpoints_of(name: str) -> tuple[float, float]:
-    """Bytes of the blocks' inputs by the formula: whole, and cut over the ranks of the model."""
+    """Bytes of the blocks' inputs by the formula: whole, and divided among the model-parallel ranks."""
     shape, _ = published.FIGURE7[name]
     run = (shape.layers, shape.hidden, shape.batch, 1024, "fp16")
     return formulas.checkpoints(*run), formulas.checkpoints(*run, cut=shape.model_parallel)
 
 
 def distances(bars: list[dict]) -> list[str]:
-    """How far the bars are from the paper's, in words."""
+    """In words: how far the bars are from the paper's."""
     notes = []
     for name in dict.fromkeys(bar["model"] for bar in bars):
         own = [bar for bar in bars if bar["model"] == name]

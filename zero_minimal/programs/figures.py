@@ -1,16 +1,16 @@
-"""The figures of a lesson's page are its notebook's: this runs it in a new kernel, and stores what it showed.
+"""Figures: runs a lesson's notebook in a new kernel, and stores its outputs as the figures of the lesson's page.
 
     python -m zero_minimal.programs.figures lessons/01_data_parallel
 
-It writes notebooks/01_data_parallel.ipynb with its outputs; and into the lesson's folder measured.json and pictures.
-What the page takes from a cell stands in the cell's metadata: the file of the picture that it draws, and values by
-their names, each an expression of Python, computed when the cell has run:
+It writes notebooks/01_data_parallel.ipynb with outputs, and measured.json and pictures into the lesson's folder. A
+cell's metadata name what the page takes from it: the file of its picture, and named values, each a Python expression
+that is evaluated after the cell:
 
     "page": {"picture": "overlap.png", "measured": {"psi": "world['psi'][0]"}}
 
-("drawn" is an expression, too, where the page's picture is not what the cell shows.)
+("drawn" is an expression, too, for a picture that differs from what the cell shows.)
 
-Seconds are of the machine at hand, and the page's words follow by hand: tests say which ones do not agree.
+Seconds depend on this machine. The page's text is updated by hand: tests say which numbers do not agree.
 """
 
 import json
@@ -32,7 +32,7 @@ from zero_minimal.workload.settings import Parser
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 LONGEST = 600  # seconds that a cell may take on a busy machine
-SHOWN = "list(Out.values())[-1]"  # in the kernel: what the last cell that showed something has shown
+SHOWN = "list(Out.values())[-1]"  # evaluated in the kernel: the last output of a cell
 TAKE = """import json  # runs in the kernel, after a cell
 from zero_minimal.pictures import style
 if {picture!r}:
@@ -43,21 +43,21 @@ print(json.dumps({{{measured}}}))"""
 
 
 def run(book, folder: Path) -> dict:
-    """Run a notebook, whose outputs change; its pages' pictures are written into this folder.
+    """Run a notebook, which changes its outputs; write the page's pictures into this folder.
 
     Args:
-        book: as nbformat reads it.
+        book: a notebook as read by nbformat.
     Returns: what its cells measured for the page, by name.
     Raises: nbclient.exceptions.CellExecutionError, with the cell's traceback, if a cell fails.
     """
-    import nbformat  # not before it is needed: it takes a second
+    import nbformat  # only when needed: the import takes a second
     from nbclient import NotebookClient
 
     measured: dict = {}
     own = book.metadata.copy()
     client = NotebookClient(book, timeout=LONGEST, kernel_name="python3", record_timing=False, coalesce_streams=True,
                             resources={"metadata": {"path": str(NOTEBOOKS)}})
-    client.create_kernel_manager().kernel_spec.argv[0] = sys.executable  # and no other Python of that name
+    client.create_kernel_manager().kernel_spec.argv[0] = sys.executable  # not another Python of that name
     env = os.environ | {"ZERO_READING": "1", "ZERO_PROGRESS": ""}
     with client.setup_kernel(env=env, stderr=subprocess.DEVNULL):
         for number, cell in enumerate(book.cells):
@@ -68,11 +68,11 @@ def run(book, folder: Path) -> dict:
                 taking = nbformat.v4.new_code_cell(TAKE.format(
                     picture=picture and str(folder / picture), drawn=page.get("drawn", SHOWN), measured=values))
                 client.execute_cell(taking, number, store_history=False)
-                book.cells[number] = cell  # the client has put the other one into its place
+                book.cells[number] = cell  # undo the client's replacement
                 measured |= json.loads(next(output.text for output in taking.outputs if output.get("name") == "stdout"))
     client.set_widgets_metadata()
     widgets = {name: value for name, value in book.metadata.items() if name == "widgets"}
-    book.metadata = own | widgets  # without what the kernel says of itself
+    book.metadata = own | widgets  # without the kernel's description
     return measured
 
 
@@ -82,13 +82,13 @@ def main(arguments: list[str] | None = None) -> None:
     import nbformat
 
     parser = Parser(description="Run a lesson's notebook, and write what it measures and draws for the lesson's page.")
-    parser.add_argument("folder", type=Path, help="of the lesson: lessons/01_data_parallel")
+    parser.add_argument("folder", type=Path, help="the lesson's folder: lessons/01_data_parallel")
     folder = parser.parse_args(arguments).folder.resolve()
     file = NOTEBOOKS / f"{folder.name}.ipynb"
     if not folder.is_dir() or not file.exists():
         parser.error(f"there is no folder {folder} of a lesson with a notebook: name one, lessons/01_data_parallel")
     book = nbformat.read(file, as_version=4)
-    with tempfile.TemporaryDirectory() as drawn:  # all of it, or nothing if a cell fails
+    with tempfile.TemporaryDirectory() as drawn:  # write all, or nothing if a cell fails
         measured = run(book, Path(drawn))
         nbformat.write(book, file)
         (folder / "measured.json").write_text(on_few_lines(measured), encoding="utf-8")
@@ -99,20 +99,20 @@ def main(arguments: list[str] | None = None) -> None:
 
 def program(lesson: str, measure: Callable[[], dict], pictures: Callable[[dict], dict[str, Figure]],
             table: Callable[[dict], str]) -> Callable:
-    """The main(arguments=None) of a program that does the same for a page whose notebook does not measure all of it.
+    """Make the main(arguments=None) of a program that measures what a page's notebook does not.
 
     Args:
         lesson: its folder's name.
-        measure: gives what JSON can hold.
-        pictures: draws from that; {name of the file: figure}.
-        table: says in words what was measured.
+        measure: returns figures that JSON can hold.
+        pictures: draws them; {name of the file: figure}.
+        table: describes them in words.
     """
 
     @interrupts.program
     def main(arguments: list[str] | None = None) -> None:
-        parser = Parser(description=f"Measure what the page of lesson {lesson[:2]} says, and draw its pictures.")
-        parser.add_argument("folder", type=Path, help=f"of the lesson: lessons/{lesson}")
-        parser.add_argument("--draw", action="store_true", help="only draw, from the figures that are there")
+        parser = Parser(description=f"Measure the figures of the page of lesson {lesson[:2]}, and draw its pictures.")
+        parser.add_argument("folder", type=Path, help=f"the lesson's folder: lessons/{lesson}")
+        parser.add_argument("--draw", action="store_true", help="only draw, from the existing figures")
         flags = parser.parse_args(arguments)
         file = flags.folder / "measured.json"
         if not flags.folder.is_dir():
@@ -130,7 +130,7 @@ def program(lesson: str, measure: Callable[[], dict], pictures: Callable[[dict],
 
 
 def on_few_lines(content: dict) -> str:
-    """JSON in which a list of numbers takes one line."""
+    """JSON in which each list of numbers is on one line."""
     text = json.dumps(content, indent=1, ensure_ascii=False)
     return re.sub(r"\[[^\[\]{}]*\]", lambda numbers: " ".join(numbers[0].split()), text) + "\n"
 

@@ -1,10 +1,10 @@
-"""Hunts: records and pictures of the twelve broken runs of lessons/bug-hunts, each beside the healthy run.
+"""Hunts: records and pictures of the twelve broken runs of lessons/bug-hunts, each with the healthy run.
 
     python -m zero_minimal.programs.hunts lessons/bug-hunts
 
-trains the broken code, which lies in tests/bug_hunts where no learner reads it by accident, and the right code. It
+trains the broken code, which is in tests/bug_hunts, where learners do not read it by accident, and the right code. It
 writes NN.json and NN.png. Losses, norms, bytes and the order of events are the same on any machine (up to the last
-digits); seconds are this machine's own. With --draw it only draws.
+digits); seconds are this machine's. With --draw it only draws.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ SIDES = ("healthy", "broken")
 
 
 def broken_code():
-    """The module of the broken code. Its functions travel to ranks by value. Raises: FileNotFoundError."""
+    """The module of the broken code. Its functions are sent to ranks by value. Raises: FileNotFoundError."""
     name = "bug_hunts_broken"
     if name not in sys.modules:
         if not BROKEN.exists():
@@ -41,7 +41,7 @@ def broken_code():
 
 
 def watched_run(build, hunt, side) -> dict:
-    """One run of a hunt on this rank, and what the instruments saw of it."""
+    """One run of a hunt on this rank; returns what the instruments recorded."""
     with ranks.start() as rank:
         zero = build(side, hunt.settings, rank, watched)
         batches = side.batches(hunt.settings, rank.rank)
@@ -53,7 +53,7 @@ def watched_run(build, hunt, side) -> dict:
 
 
 def recorded(hunt) -> dict:
-    """A hunt's file: what was set, and the reports of all ranks of both runs."""
+    """A hunt's file: its settings, and the reports of all ranks of both runs."""
     build = broken_code().build
     runs = {name: with_one_time(ranks.run(watched_run, hunt.ranks, build, hunt, getattr(hunt, name), device="cpu",
                                           timeout=300)) for name in SIDES}
@@ -62,7 +62,7 @@ def recorded(hunt) -> dict:
 
 
 def with_one_time(reports: list[dict]) -> list[dict]:
-    """The ranks' reports, with the quickest of the steps that the clock saw: it was disturbed least."""
+    """The ranks' reports with only the quickest timed step, which was disturbed least."""
     steps = [max(times, key=lambda each: each["seconds"])["seconds"]
              for times in zip(*(report["times"] for report in reports), strict=True)]
     for report in reports:
@@ -71,7 +71,7 @@ def with_one_time(reports: list[dict]) -> list[dict]:
 
 
 def rounded(value):
-    """Numbers with seven digits, so that a file can be read, and is small."""
+    """Round numbers to seven digits, so that a file is readable and small."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, dict):
@@ -81,12 +81,12 @@ def rounded(value):
 
 @interrupts.program
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(description="Record the runs of the bug hunts anew, and draw them.")
-    parser.add_argument("folder", type=Path, help="of the hunts: lessons/bug-hunts")
-    parser.add_argument("--draw", action="store_true", help="only draw, from the records that are there")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NN", help="these hunts alone")
+    parser = Parser(description="Record the runs of the bug hunts again, and draw them.")
+    parser.add_argument("folder", type=Path, help="the hunts' folder: lessons/bug-hunts")
+    parser.add_argument("--draw", action="store_true", help="only draw, from the existing records")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NN", help="only these hunts")
     parser.add_argument("--others", type=Path, metavar="FILE",
-                        help="the causes that no hunt has, too, into this file")
+                        help="also record the causes that no hunt has, into this file")
     flags = parser.parse_args(arguments)
     if not flags.folder.is_dir():
         parser.error(f"there is no folder {flags.folder}: name the hunts', lessons/bug-hunts")
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def record_all(flags, parser) -> None:
-    """Write the files that the flags ask for."""
+    """Write the files that the flags request."""
     try:
         broken = broken_code()
     except FileNotFoundError as error:

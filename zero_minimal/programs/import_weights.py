@@ -1,11 +1,11 @@
-"""Import: the weights of a safetensors file as a checkpoint, from which training goes on.
+"""Import: the weights of a safetensors file as a checkpoint, from which training continues.
 
     python -m zero_minimal import model.safetensors runs/b
     torchrun --nproc-per-node 2 zero_minimal/stage3.py --resume runs/b
 
-A folder of transformers' is taken too, with all its files; the names of its GPT-2 become those of the GPT here. With
---model they stay as they are, for a stage that trains that model of transformers. A
-weight for which there is no place here is an error: without it, another model would be trained.
+A folder of transformers with all its files is accepted, too; the names of its GPT-2 become those of the GPT here. With
+--model they stay as they are, for a stage that trains that model of transformers. A weight that has no place here is an
+error: without it, a different model would be trained.
 """
 
 import json
@@ -22,16 +22,16 @@ from zero_minimal.programs.progress import meanwhile
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import Parser
 
-GPT2 = {  # transformers' name for a part, and ours
+GPT2 = {  # {transformers' name for a part: our name}
     "wte": "token_embedding", "wpe": "position_embedding", "ln_f": "norm", "ln_1": "attention_norm",
     "attn.c_attn": "attention.query_key_value", "attn.c_proj": "attention.projection", "ln_2": "mlp_norm",
     "mlp.c_fc": "mlp.expansion", "mlp.c_proj": "mlp.projection", "lm_head": "head",
 }
-MASKS = ("attn.bias", "attn.masked_bias")  # no weights: which tokens attention sees, the same in every model
+MASKS = ("attn.bias", "attn.masked_bias")  # attention masks, which are no weights and the same in every model
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """The weights in a file, or in all files of a folder. Raises: ValueError, saying which, for one that cannot be."""
+    """The weights in a file, or in all files of a folder. Raises: ValueError, naming a file that cannot be read."""
     files = [path]
     if path.is_dir():
         index = path / "model.safetensors.index.json"
@@ -47,7 +47,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def in_json(file: Path, key: str):
-    """What a JSON file has under this key. Raises: ValueError, naming it."""
+    """A JSON file's value for this key. Raises: ValueError, naming it."""
     try:
         return json.loads(file.read_text())[key]
     except (OSError, ValueError, LookupError, TypeError):
@@ -55,8 +55,8 @@ def in_json(file: Path, key: str):
 
 
 def renamed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With our names, if they are those of transformers' GPT-2; else as they are. Raises: ValueError, with the names
-    that have no place in our GPT.
+    """The weights with our names, if they are those of transformers' GPT-2; otherwise unchanged. Raises: ValueError,
+    with the names that have no place in our GPT.
 
     transformers keeps GPT-2's matrices as [inputs, outputs], and torch.nn.Linear [outputs, inputs].
     """
@@ -80,14 +80,14 @@ def renamed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def described(tensor: torch.Tensor) -> dict:
-    """As local_chunks.facts_of() has it; and a checksum, which tells if two names are those of one weight."""
+    """The entries of local_chunks.facts_of(), and a checksum, which tells whether two names belong to one weight."""
     return {"shape": list(tensor.shape), "dtype": as_json.name_of(tensor.dtype), "group": None,
             "crc32": zlib.crc32(as_json.bytes_of(tensor))}
 
 
 def of_the_library(weights: dict[str, torch.Tensor], config: Path) -> dict[str, torch.Tensor]:
-    """With the names that transformers gives them in a model of this configuration: files of weights leave out a prefix
-    that most of them share. Raises: ValueError for those that have no place there."""
+    """The weights with their names in a model of this configuration: files of weights omit a prefix that most names
+    share. Raises: ValueError for weights that have no place there."""
     model = ForeignModel(str(config), 1).on_meta()
     places, prefix = model.state_dict().keys(), f"{getattr(model, 'base_model_prefix', '')}."
     found, unknown = {}, []
@@ -103,8 +103,8 @@ def of_the_library(weights: dict[str, torch.Tensor], config: Path) -> dict[str, 
 
 
 def take_over(path: Path, folder: Path, of_a_model: bool = False) -> dict[str, torch.Tensor]:
-    """Write a checkpoint of the weights alone, and return them; of_a_model: with transformers' names, for a stage that
-    trains its model. Raises: ValueError for what cannot be read; OSError for what cannot be written."""
+    """Write a checkpoint of only the weights, and return them; of_a_model: with transformers' names, for a stage that
+    trains its model. Raises: ValueError if reading fails; OSError if writing fails."""
     weights, extra = read(path), {"step": 0, "batches": 0, "scaler": None}
     config = path / "config.json"
     if of_a_model:
@@ -115,7 +115,7 @@ def take_over(path: Path, folder: Path, of_a_model: bool = False) -> dict[str, t
     else:
         weights = renamed(weights)
     if not of_a_model and path.is_dir() and config.exists() and "n_head" in config.read_text():
-        extra["settings"] = {"heads": in_json(config, "n_head")}  # no weight has it in its shape
+        extra["settings"] = {"heads": in_json(config, "n_head")}  # no weight's shape shows it
     facts = {
         "step": 0, "extra": extra, "stage": None, "ranks": 0,
         "parameters": {name: described(tensor) for name, tensor in weights.items()},
@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> None:
     """The command."""
     parser = Parser(prog="python -m zero_minimal import",
                     description="Make a checkpoint, for --resume, from the weights of a safetensors file.")
-    parser.add_argument("path", type=Path, metavar="FILE.safetensors", help="the file, or a folder of transformers'")
+    parser.add_argument("path", type=Path, metavar="FILE.safetensors", help="the file, or a folder from transformers")
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, for the checkpoint")
     parser.add_argument("--model", action="store_true", help="for a stage with --model FOLDER/config.json: names stay "
                         "those of transformers")

@@ -1,7 +1,7 @@
-"""Lab: the workbench of somebody who examines a claim. It runs things, measures them, and keeps a journal.
+"""Lab: a workbench for examining a claim. It runs and measures experiments, and keeps a journal.
 
     def card(lab):
-        plain = lab.train(0)                        # a new GPT of the setting's sizes, on all ranks that there are
+        plain = lab.train(0)                        # a new GPT of the setting's sizes, on all ranks
         lab.reset_peak()
         zero = lab.train(2)
         return "false", (plain.peak - zero.peak) / 1e6
@@ -9,22 +9,22 @@
     lab.ranks, lab.seed, lab.seeds, lab.layers, lab.hidden, lab.parameters, lab.devices, …   the setting (setting.py)
 
     lab.train(stage, …)        really trains, here       → Run: losses, memory, peak, traffic, seconds
-    lab.simulate(stage, …)     one rank of many, without values, and its bytes exactly    → Run
+    lab.simulate(stage, …)     one rank of many, without values, but with exact bytes    → Run
     lab.published(name)        what the paper printed
-    with lab.watch() as seen:  what this rank sends and holds while anything else runs    → Seen
-    lab.arguments(zero=…)      arguments for train(), as a trainer of a library takes them
-    lab.peak, lab.reset_peak() a meter like that of a GPU: it only rises, until it is reset
+    with lab.watch() as seen:  what this rank sends and holds while other code runs    → Seen
+    lab.arguments(zero=…)      arguments for train(), as the trainer of a library takes them
+    lab.peak, lab.reset_peak() a meter like a GPU's: it only rises until it is reset
     lab.journal                what ran, in order
 
-What a Run holds, here of stage 2:
+The contents of a Run, here of stage 2:
 
     run.memory         {"parameters": 1447296, "gradients": 723648, "optimizer": 1447296}        bytes
     run.collectives    {"all_gather": {"calls": 1, "bytes": 1447296}, "reduce_scatter": …}     of a step; bytes: payload
     run.when           {"forward": {}, "backward": {"reduce_scatter": 1447296}, "update": {"all_gather": 1447296}}
     run.at_peak        {"parameters": …, "gradients": …, "optimizer": …, "scalars": …, "buffers": …, "activations": …}
 
-A notebook shows them. In a card that is graded, `raise ValueError(run.memory)` does: the grader tells what was raised.
-All ranks run a card, alike. Memory and traffic are those of the rank itself; losses are the mean of the ranks.
+A notebook shows them. In a graded card, use `raise ValueError(run.memory)`: the grader shows what was raised. All ranks
+run the same card. Memory and traffic are those of the rank itself; losses are means over the ranks.
 """
 
 import contextlib
@@ -51,8 +51,8 @@ from zero_minimal.programs.setting import Setting
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 
-BUCKET_MB = 0.25  # the models are small, and shall have several buckets
-LR = 0.02  # at the end of a warm-up that is longer than the runs
+BUCKET_MB = 0.25  # small, so that the small models have several buckets
+LR = 0.02  # at the end of the warm-up, which is longer than the runs
 OF_SETTINGS = ("layers", "hidden", "heads", "sequence", "steps", "accumulate", "bucket_mb", "recompute", "lr")
 ACCOUNT = Path("/proc/self/io")  # Linux: what this process has written
 PRINTED = {
@@ -64,29 +64,29 @@ PRINTED = {
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What came of a run: of this rank, and of one step. Bytes, unless it says otherwise."""
+    """The results of a run, for this rank and one step. In bytes, unless a comment says otherwise."""
 
     name: str  # "stage 2", "DDP"
-    stage: int  # which it really was; of a peer, that to which it compares
+    stage: int  # the stage that really ran; for a peer, the comparable one
     ranks: int
     dtype: str
-    batch: int  # sequences of a rank and step
+    batch: int  # sequences per rank and step
     seed: int | None
     parameters: int  # elements of the model
     memory: dict[str, int]  # of model states, at the end of a step: parameters, gradients, optimizer
     peak: int  # the highest that the meter showed since it was last reset
     at_peak: dict[str, int]  # by category, at the peak of this run: also activations, buffers
     collectives: dict[str, dict]  # {name: {"calls", "bytes"}}; bytes are the payload
-    sent: float  # what a ring sends for these
+    sent: float  # what a ring sends for these collectives
     when: dict[str, dict] = field(default_factory=dict)  # {"forward", "backward", "update": {collective: payload}}
-    wire: float | None = None  # what this process wrote, as the system counts it; None where it does not say
+    wire: float | None = None  # what this process wrote, by the system's count; None if unknown
     losses: tuple[float, ...] = ()  # of each step, nats
     validation: float | None = None  # loss on the held-out text, after the last step
-    seconds: tuple[float, ...] = ()  # of each step; the first makes the optimizer's state, and meters slow some
-    step_seconds: float | None = None  # the median of those that no meter slows
-    kept: int | None = None  # of a simulated rank: activations that live from forward to backward
-    cached: int | None = None  # of a simulated rank: what CUDA's allocator would have taken from the device
-    model: nn.Module | None = field(default=None, repr=False)  # as it is now: train(model=…) goes on with it
+    seconds: tuple[float, ...] = ()  # of each step; the first makes the optimizer's state, and meters slow some down
+    step_seconds: float | None = None  # the median of the steps that no meter slows down
+    kept: int | None = None  # of a simulated rank: activations kept from forward to backward
+    cached: int | None = None  # of a simulated rank: what CUDA's allocator would have reserved
+    model: nn.Module | None = field(default=None, repr=False)  # in its current state: train(model=…) continues with it
 
     @property
     def states(self) -> int:
@@ -95,25 +95,25 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """The last one."""
+        """The last loss."""
         return self.losses[-1]
 
 
 @dataclass
 class Seen:
-    """What lab.watch() saw on this rank. Bytes."""
+    """What lab.watch() saw on this rank, in bytes."""
 
     collectives: dict[str, dict] = field(default_factory=dict)  # {name: {"calls", "bytes"}}
-    sent: int = 0  # what a ring sends for these
-    wire: int | None = None  # what this process wrote, as the system counts it
-    peak: int = 0  # the most that lived at a time, of what was born inside
+    sent: int = 0  # what a ring sends for these collectives
+    wire: int | None = None  # what this process wrote, by the system's count
+    peak: int = 0  # peak bytes of tensors born inside
 
 
 @dataclass
 class Arguments:
-    """What a trainer is started with: `zero` is a configuration such as {"stage": 2}, or None for none.
+    """Arguments of a trainer: `zero` is a configuration such as {"stage": 2}, or None for none.
 
-    As in the libraries that have such arguments, what will be done is planned while they are built.
+    As in the libraries that have such arguments, their construction decides what will be done.
     """
 
     zero: dict | None = None
@@ -125,19 +125,19 @@ class Arguments:
 
     @property
     def configured(self) -> str:
-        """When `zero` was given: "at building", "later" or "never"."""
+        """When `zero` was set: "at building", "later" or "never"."""
         return "at building" if self._had_one else "later" if self.zero is not None else "never"
 
 
 class Lab:
-    """In a rank. Args: setting; rank: this one, which ranks.start() gives."""
+    """The lab of one rank. Args: setting; rank: this rank, from ranks.start()."""
 
     def __init__(self, setting: Setting, rank: Rank):
         self.setting, self.rank, self.ranks = setting, rank, rank.world_size
         self.journal: list[dict] = []
         self.peak = 0  # bytes
-        self._alone = None  # the group of this rank alone, once it is asked for
-        gc.freeze()  # ledgers look through all objects for tensors, and those of libraries hold none
+        self._alone = None  # the group of only this rank, once it is needed
+        gc.freeze()  # ledgers search all objects for tensors; those of libraries hold none
 
     def __getattr__(self, name: str):
         if name == "setting":
@@ -145,12 +145,12 @@ class Lab:
         return getattr(self.setting, name)
 
     def reset_peak(self) -> None:
-        """Let the meter begin at zero again."""
+        """Reset the meter to zero."""
         self.journal.append({"kind": "reset_peak"})
         self.peak = 0
 
     def published(self, name: str):
-        """A table or figure of the paper, as a dict. Raises: ValueError for one that is not there.
+        """A table or figure of the paper, as a dict. Raises: ValueError for an unknown one.
 
             "table 1"     model: {N: GB a device at stages 1, 2, 3}                       texts, as printed
             "table 2"     M: (theory for stages 0 to 3, measured for stages 0 and 1)      texts, billions
@@ -169,7 +169,7 @@ class Lab:
         return PRINTED[name]
 
     def arguments(self, **given) -> Arguments:
-        """Arguments for train(). zero: a configuration such as {"stage": 2}."""
+        """Make arguments for train(). zero: a configuration such as {"stage": 2}."""
         self.journal.append({"kind": "arguments"})
         return Arguments(**given)
 
@@ -177,17 +177,17 @@ class Lab:
 
     def train(self, stage: int | str = 0, *, model: nn.Module | None = None, arguments: Arguments | None = None,
               ranks: int | None = None, offload: bool = False, **options) -> Run:
-        """Train a GPT on the text inside Python, and measure.
+        """Train a GPT on Python's own documentation, and measure.
 
         Args:
             stage: 0 to 3, or the name of a peer: "DDP", "ZeroRedundancy", "FSDP2".
-            model: go on with this one (of a Run); None: a new one, drawn by the seed.
-            arguments: what they plan, in the place of `stage`.
-            ranks: 1: each rank by itself, as if there were no other; None: all together.
+            model: continue with this one (of a Run); None: a new one, drawn from the seed.
+            arguments: used instead of `stage`.
+            ranks: 1: each rank by itself, as if it were alone; None: all together.
             offload: optimizer state and update on the host; stages 1 to 3.
-            options: seed, layers, hidden, heads, sequence, batch, steps: others than the setting's; dtype ("fp32",
+            options: seed, layers, hidden, heads, sequence, batch, steps: to replace the setting's; dtype ("fp32",
                 "bf16"), bucket_mb, accumulate, recompute, lr.
-        Raises: ValueError for what cannot be trained.
+        Raises: ValueError if this cannot be trained.
         """
         stage = arguments.stage if arguments else stage
         alone = self._is_alone(ranks)
@@ -254,18 +254,18 @@ class Lab:
             step_seconds=found["step_seconds"], model=model,
         )
 
-    # ------------------------------------------------------------------------------------------- what is not here
+    # ----------------------------------------------------------------------------------- simulated and other runs
 
     def simulate(self, stage: int = 3, *, ranks: int | None = None, **options) -> Run:
-        """Run a stage's own code as one rank of many, on tensors without values: bytes are exact, time and losses none.
+        """Run a stage's own code as one rank of many, on tensors without values: bytes are exact, times unknown.
 
         Args:
             ranks: None: the setting's `devices`.
-            options: parameters: a GPT of about so many (with layers=12, where only model states count: that is quick);
+            options: parameters: of a GPT of about this size (add layers=12 if only model states matter: that is quick);
                 or layers, hidden, heads, vocabulary (default: the setting's small one). sequence, batch, recompute
                 (default: yes), dtype (default: "fp16"), model_parallel, config ("C1" to "C5"), offload ("cpu"), steps,
-                bucket_bytes (default: 4 MiB or, if these were many, as large as makes 32).
-                cached=True: what CUDA's allocator would take, too.
+                bucket_bytes (default: 4 MiB, or larger so that there are at most 32).
+                cached=True: also what CUDA's allocator would reserve.
         """
         small = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads}
         run = Run(**simulated.on_first_rank(stage, ranks or self.devices, small, options))
@@ -274,7 +274,7 @@ class Lab:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[Seen]:
-        """Measure whatever runs inside."""
+        """Measure the code that runs inside."""
         seen, ledger, meter = Seen(), Ledger(self.rank.device.type), TrafficMeter()
         account = _Account()
         with meter, ledger, account.step(), Events(modules=True) as events:
@@ -294,8 +294,8 @@ class Lab:
 
 
 class _Account:
-    """What a rank writes in each step, as the system counts it. Where it does not let this process see its own count,
-    it is what its connections carry."""
+    """What a rank writes in each step, by the system's count. If the process may not read that, what its connections
+    carry."""
 
     def __init__(self):
         self.steps = []
@@ -312,13 +312,13 @@ class _Account:
         return wire_bytes(quiet=True)
 
     def per_step(self, first: int, end: int) -> float | None:
-        """The mean of these steps."""
+        """The mean over these steps."""
         chosen = self.steps[first:end]
         return None if None in chosen else sum(chosen) / len(chosen)
 
 
 def written() -> int | None:
-    """Bytes that this process has written so far; None where the system does not say."""
+    """Bytes that this process has written so far; None if unknown."""
     with contextlib.suppress(OSError):
         for line in ACCOUNT.read_text().splitlines():
             if line.startswith("wchar:"):
@@ -327,7 +327,7 @@ def written() -> int | None:
 
 
 def on_device(moment: Moment) -> int:
-    """Bytes alive, without what was there before: the text, models of earlier runs."""
+    """Bytes alive, without what existed before: the text, models of earlier runs."""
     return moment.total - moment.bytes["other"]
 
 
@@ -336,5 +336,5 @@ def without_other(moment: Moment) -> dict[str, int]:
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """The model as it is now, free of its stage."""
+    """A copy of the model in its current state, without its stage."""
     return copy.deepcopy(model)

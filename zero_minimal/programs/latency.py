@@ -1,8 +1,8 @@
-"""Latency: what a message costs on this machine before its first byte, and what that does to a tensor in pieces.
+"""Latency: the time of a message on this machine before its first byte, and its effect on a tensor sent in pieces.
 
     python -m zero_minimal latency --json lessons/pictures/latency.json --plot lessons/pictures/latency.png
 
-makes the figures of lesson 00 anew. Its page has them from that file (tests/house/test_page_00.py).
+regenerates the figures of lesson 00, whose page takes them from that file (tests/house/test_page_00.py).
 """
 
 from zero_minimal.meters import latency_probe
@@ -21,7 +21,7 @@ def run() -> dict:
     """Measure on two new ranks, and fit.
 
     Returns: "ranks"; "points" [[bytes, seconds]]; "alpha" in seconds, "beta" in seconds a byte; "all_reduce", with its
-    "bytes" and "pieces" {how many: seconds}.
+    "bytes" and "pieces" {number: seconds}.
     """
     points, pieces = ranks.run(_measure, RANKS, device="cpu")[0]
     alpha, beta = latency_probe.fit(points)
@@ -34,7 +34,7 @@ def _measure() -> tuple[list[latency_probe.Point], dict[int, float]]:
 
 
 def describe(result: dict) -> str:
-    """The messages and the line through them; then the pieces."""
+    """Tables of the messages with the fitted line, and of the pieces."""
     cost = latency_probe.Cost(result["alpha"], result["beta"])
     messages = [["message", "one way", "α + β·bytes"]]
     for bytes, seconds in result["points"]:
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
     """The command: measure, print, write JSON and picture."""
     parser = Parser(prog="python -m zero_minimal latency",
                     description="Time messages between two ranks of this machine, and an all-reduce in pieces.")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write what was measured to this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the measurements to this file")
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw it")
     flags = parser.parse_args(arguments)
     progress.announce("starting 2 ranks …")

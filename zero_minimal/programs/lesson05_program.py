@@ -33,7 +33,7 @@ def main(model_class: type) -> None:
     with ranks.start(arguments.device) as rank:
         try:
             mesh = make_mesh(arguments.model_parallel or rank.world_size)
-            torch.manual_seed(asked.seed)  # the same model at any M
+            torch.manual_seed(asked.seed)  # the same model for every M
             model = model_class(asked.model_config(), mesh.model_group)
         except ValueError as error:
             parser.error(str(error))
@@ -49,7 +49,7 @@ def run(asked: settings.Settings, rank: ranks.Rank, mesh: Mesh, model: torch.nn.
         model, torch.optim.AdamW, group=mesh.data_group, bucket_bytes=int(asked.bucket_mb * 2**20),
         **asked.optimizer_options(),
     )
-    # ranks that share a model read the same data, and drop out the same values outside the parallel region
+    # ranks that share a model read the same data, and have the same dropout outside the parallel region
     replicas = dist.get_world_size(mesh.data_group)
     batches = loop.training_batches(asked, mesh.data_rank)
     validation = loop.validation_batches(asked, mesh.data_rank, replicas)

@@ -1,9 +1,9 @@
-"""The program of lesson 6: a step with and without P_a: what is kept for backward, what is sent, and the same result.
+"""The program of lesson 6: a step with and without P_a: bytes kept for backward, bytes sent, and the same result.
 
     torchrun --nproc-per-node 2 zero_minimal/activation_partitioning.py
 
-All ranks share one model, cut as in lesson 05. Dropout is off: with it attention's kernel on a CPU keeps matrices of
-scores, which that on a GPU does not.
+All ranks share one model, cut as in lesson 05. Dropout is off: with it, the CPU's attention kernel would keep matrices
+of scores, unlike the GPU's.
 """
 
 from collections.abc import Callable
@@ -25,23 +25,23 @@ from zero_minimal.workload.model import GPTConfig
 BATCH = 8  # sequences
 CONFIG = GPTConfig(sequence=256, hidden=240, heads=12, dropout=0.0)
 INPUT = 4 * BATCH * CONFIG.sequence * CONFIG.hidden  # bytes of a block's input, b·s·h numbers of 4
-# which arguments checkpoint_blocks gets; None: it is not called
+# the arguments of checkpoint_blocks; None: it is not called
 MODES: dict[str, dict | None] = {
     "no checkpoints": None, "checkpoints": {}, "P_a": dict(partition=True), "P_a+cpu": dict(partition=True,
                                                                                             to_host=True)}
 
 
 class Step(NamedTuple):
-    """A training step, as it was seen on one rank; in bytes."""
+    """A training step as measured on one rank, in bytes."""
 
-    kept: int  # activations that live between forward and backward, on the device
-    on_host: int  # copies that went to host memory
+    kept: int  # activations on the device between forward and backward
+    on_host: int  # copies in host memory
     highest: int  # activations at their peak
     sent: int
     loss: float
     norm: float  # of the whole gradient
     timeline: list[Moment]
-    backward: int  # the place in the timeline where backward begins
+    backward: int  # the index in the timeline where backward begins
 
 
 @interrupts.program
@@ -61,13 +61,13 @@ def main(checkpoint_blocks: Callable) -> None:
 
 
 def in_words(step: Step) -> list[str]:
-    """The cells of a line of the table."""
+    """The cells of a row of the table."""
     return [f"{step.kept / 1e6:.1f}", f"{step.on_host / 1e6:.1f}", f"{step.highest / 1e6:.1f}",
             f"{step.sent / 1e6:.1f}", f"{step.loss:.6f}", f"{step.norm:.6f}"]
 
 
 def build(mode: str, checkpoint_blocks: Callable, device: torch.device, dropout: float = 0.0) -> ParallelGPT:
-    """The model, shared by all ranks, with its blocks checkpointed as the mode says."""
+    """The model, shared by all ranks, with its blocks checkpointed according to the mode."""
     torch.manual_seed(0)
     model = ParallelGPT(GPTConfig(**{**vars(CONFIG), "dropout": dropout})).to(device)
     if (options := MODES[mode]) is not None:
@@ -77,14 +77,14 @@ def build(mode: str, checkpoint_blocks: Callable, device: torch.device, dropout:
 
 
 def batch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets, the same on all ranks: they work on one model."""
+    """Tokens and targets, the same on all ranks, which share one model."""
     tokens = torch.randint(CONFIG.vocabulary, (BATCH, CONFIG.sequence + 1), device=device,
                            generator=torch.Generator(device).manual_seed(1))
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def step_of(mode: str, checkpoint_blocks: Callable, device: torch.device, dropout: float = 0.0) -> Step:
-    """The second step of a model in this mode: in the first one P_a compares checksums, too."""
+    """The second step of a model in this mode, since P_a also compares checksums in the first."""
     model, (tokens, targets) = build(mode, checkpoint_blocks, device, dropout), batch(device)
     model(tokens, targets).backward()
     model.zero_grad()
@@ -92,7 +92,7 @@ def step_of(mode: str, checkpoint_blocks: Callable, device: torch.device, dropou
 
     def count(copy):
         on_host.append(copy.nbytes)
-        ledger.claim(copy, "other")  # no activation of the device's
+        ledger.claim(copy, "other")  # not an activation on the device
 
     with Ledger(device.type) as ledger, TrafficMeter() as meter, host.announced(count):
         ledger.watch(model)
@@ -105,7 +105,7 @@ def step_of(mode: str, checkpoint_blocks: Callable, device: torch.device, dropou
 
 
 def gradient_norm(model: ParallelGPT) -> float:
-    """Of the gradient of the whole model: what each rank has of its own, and what all have, once."""
+    """The norm of the whole model's gradient: each rank's own part, and replicated parts once."""
     common = set(model.replicated())
     own = sum(param.grad.square().sum() for param in model.parameters() if param not in common)
     collectives.all_reduce(own, op="sum")

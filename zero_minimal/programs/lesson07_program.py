@@ -1,4 +1,4 @@
-"""The program of lesson 7: bytes of buffers for gradients of more and more parameters, fused and constant.
+"""The program of lesson 7: bytes of gradient buffers, fused and constant, for more and more parameters.
 
     torchrun --nproc-per-node 2 zero_minimal/constant_buffers.py
 """
@@ -12,7 +12,7 @@ from zero_minimal.processes import interrupts, ranks
 
 @interrupts.program
 def main(buffers_class: type, all_reduce: Callable, fused_all_reduce: Callable) -> None:
-    """Reduce the same gradients in both ways, those of the file that was started; rank 0 prints a row for each size."""
+    """Reduce the same gradients with both functions of the started file; rank 0 prints a row for each size."""
     with ranks.start("cpu") as rank:
         buffers, off = buffers_class(2**20), 0.0
         if rank.rank == 0:

@@ -1,4 +1,4 @@
-"""Fragmentation: train with and without slabs (M_D), and replay both runs in a model of CUDA's allocator.
+"""Fragmentation: train with and without slabs (M_D), and replay both runs with a model of CUDA's allocator.
 
     python zero_minimal/defragmentation.py --picture map.png
 """
@@ -24,7 +24,7 @@ from zero_minimal.workload.settings import Parser, Settings, picture_file, posit
 
 @dataclass
 class Recording:
-    """A training that was recorded: its losses, and the trace, in which micro-batches begin at the events `begins`."""
+    """A recorded training: its losses, and the trace, in which micro-batches begin at the events `begins`."""
 
     trace: list[Event]
     begins: list[int]
@@ -35,15 +35,15 @@ def record(config: GPTConfig, lengths: list[int], batch: int, accumulate: int, s
            name: str = "training", shown: bool = True) -> Recording:
     """Train a GPT with AdamW on a micro-batch for each of `lengths` (tokens in a sequence), and record its allocations.
 
-    Every block is checkpointed: with `slabs` the checkpoints and the gradients lie in slabs, without they lie where the
-    allocator puts them. All else is the same, and so are the losses, to the bit. A step takes `accumulate`
-    micro-batches: the gradients stay while the sizes of activations change, which is what fragments most. AdamW's state
-    is made before the first of them, as ZeRO does. `shown`: how far it is.
+    Every block is checkpointed: with `slabs`, checkpoints and gradients are in slabs, without, the allocator places
+    them. All else is the same, and so are the losses, to the bit. A step has `accumulate` micro-batches: gradients stay
+    while the sizes of activations change, which fragments memory most. AdamW's state is made before the first
+    micro-batch, as in ZeRO. `shown`: show progress.
     """
     begins: list[int] = []
     settings = Settings(steps=len(lengths) // accumulate, accumulate=accumulate, lr=1e-3)
     with Ledger("cpu") as ledger:
-        before = {event.storage for event in ledger.trace}  # other models: not on the device
+        before = {event.storage for event in ledger.trace}  # other models, which are not on the device
         torch.manual_seed(seed)
         zero = Plain(GPT(config), settings, config.layers * batch * max(lengths) * config.hidden if slabs else 0)
         ledger.watch(zero.model, zero.optimizer)
@@ -59,8 +59,8 @@ def record(config: GPTConfig, lengths: list[int], batch: int, accumulate: int, s
 
 
 class Plain:
-    """Training in one process, used like a stage: AdamW, whose state is there from the start, and blocks that are
-    checkpointed. With `slab_elements` the checkpoints lie in a slab of that size, and the gradients in another."""
+    """Training in one process, used like a stage: AdamW, whose state exists from the start, and checkpointed blocks.
+    With `slab_elements`, the checkpoints are in a slab of that size, and the gradients in another."""
 
     def __init__(self, model: GPT, settings: Settings, slab_elements: int):
         self.model, self.slab = model, None
@@ -72,7 +72,7 @@ class Plain:
         checkpoint_blocks(model, place=self.slab.keep if self.slab else None)
 
     def _make_state(self) -> None:
-        """With a step at a learning rate of 0."""
+        """Make the optimizer state, by a step with a learning rate of 0."""
         for param in self.model.parameters():
             param.grad = torch.zeros_like(param)
         for group in self.optimizer.param_groups:
@@ -93,7 +93,7 @@ class Plain:
 
 
 def crops_of(lengths: list[int], batch: int, seed: int, announce: Callable[[], None]) -> Iterator[tuple]:
-    """(inputs, targets), int64 [batch, length], for each length; `announce()` is called before each is made."""
+    """(inputs, targets), int64 [batch, length], for each length; calls `announce()` before making each."""
     text, draw = data.read_tokens(), random.Random(seed)
     for length in lengths:
         announce()
@@ -101,7 +101,7 @@ def crops_of(lengths: list[int], batch: int, seed: int, announce: Callable[[], N
 
 
 def varied_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
-    """So many lengths, drawn evenly from longest / 8 to longest."""
+    """`count` lengths, drawn uniformly from longest / 8 to longest."""
     draw = random.Random(f"lengths {seed}")
     return [draw.randint(max(1, longest // 8), longest) for _ in range(count)]
 
@@ -111,7 +111,7 @@ def varied_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
 
 @interrupts.program
 def main(arguments: list[str] | None = None) -> None:
-    """The program of lesson 8: train with and without slabs, replay both, print what came of it."""
+    """The program of lesson 8: train with and without slabs, replay both, print the results."""
     parser = Parser(description="Train a GPT with and without slabs (M_D), and replay its allocations as on a GPU.")
     parser.add_argument("--layers", type=positive, default=8, help="blocks of the model (default: %(default)s)")
     parser.add_argument("--hidden", type=positive, default=128, help="width of the model (default: %(default)s)")
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=positive, default=2, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--accumulate", type=positive, default=4,
                         help="micro-batches in a step, each of another length (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths, the model and the batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths, the model and the batches")
     parser.add_argument("--picture", type=picture_file, metavar="FILE", help="draw both memory maps into this file")
     options = parser.parse_args(arguments)
     try:
@@ -144,14 +144,14 @@ def main(arguments: list[str] | None = None) -> None:
     progress.take_back()
     report.say(describe(recordings, finding))
     if options.picture:
-        from zero_minimal.pictures import style  # check-gpu records, perhaps where there is no matplotlib
+        from zero_minimal.pictures import style  # check-gpu records, maybe without matplotlib
         from zero_minimal.pictures.memory_map import draw_map
 
         style.save(draw_map(recordings, finding), options.picture)
 
 
 def describe(recordings: dict[str, Recording], finding: Finding) -> str:
-    """A table of both trainings, and the words of the failure, or that there is none."""
+    """A table of both trainings, and the message of the failure, if any."""
     generous = [replay(recording.trace, CachingAllocator(2**62)) for recording in recordings.values()]
     rows = [
         ["MiB", *recordings],
@@ -179,5 +179,5 @@ def describe(recordings: dict[str, Recording], finding: Finding) -> str:
 
 
 def mib(bytes: int) -> str:
-    """In MiB, with one decimal."""
+    """Bytes in MiB, with one decimal."""
     return f"{bytes / MIB:,.1f}"

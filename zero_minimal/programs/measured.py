@@ -1,8 +1,8 @@
-"""Measured: what a model of somebody else's keeps and computes, for `plan`: no formula of ours knows its inside.
+"""Measured: what a model of transformers keeps and computes, for `plan`, since our formulas do not cover it.
 
 Two passes on fake tensors, which have sizes and no memory:
 
-    forward               what it keeps for backward without recomputation, by torch's saved_tensors_hooks; operations
+    forward               bytes kept for backward without recomputation, by torch's saved_tensors_hooks; operations
     forward, backward     the most activations at each moment of a step, under the memory ledger
 """
 
@@ -24,9 +24,9 @@ from zero_minimal.paper.moments import Parts, Work
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import DTYPES
 
-# torch's counter knows the fused attention of GPUs; what it says of that holds for the CPU's
+# torch's counter knows only the fused attention of GPUs; the same counts hold for the CPU's
 FUSED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)}
-BACKWARD_OF_ATTENTION = 5 / 2  # a fused one: five products where forward has two
+BACKWARD_OF_ATTENTION = 5 / 2  # fused: five products, where forward has two
 
 
 @dataclass(frozen=True)
@@ -34,29 +34,29 @@ class Measured:
     """Elements of parameters; bytes of activations; operations of a step."""
 
     parameters: int
-    units: int  # blocks, that stage 3 gathers as wholes
+    units: int  # blocks, each of which stage 3 gathers as a whole
     blocks: tuple[str, ...]  # names of the lists that hold them
     largest_unit: int
-    root: int  # what is in no unit
-    head: int  # the largest matrix of the root: of the embedding, or the head
-    tied: bool  # embedding and head are one
+    root: int  # all that is outside the blocks
+    head: int  # the largest matrix of the root: the embedding's or the head's
+    tied: bool  # embedding and head share one weight
     largest_matrix: int  # in a unit
-    all: int  # that blocks and root keep for backward if nothing is recomputed
+    all: int  # bytes that blocks and root keep for backward without recomputation
     checkpoints: int  # inputs of the units
-    logits: int  # the most activations while the loss is computed, with what the blocks keep
-    with_head: int  # as the gradient of the head comes
-    top: int  # while backward is in the last unit
-    bottom: int  # in the first one
-    embedding: int  # after it
+    logits: int  # peak of activations while the loss is computed, including what blocks keep
+    with_head: int  # when the head's gradient is computed
+    top: int  # while backward is in the last block
+    bottom: int  # in the first block
+    embedding: int  # after the first block
     matrix_operations: int
     attention_operations: int  # of whole products
-    attention: str  # which one ran
-    dropout: bool  # whether the model dropped what its file says
+    attention: str  # the kind that ran
+    dropout: bool  # whether the model ran with its file's dropout
 
 
 @dataclass(frozen=True)
 class MeasuredWork(Work):
-    """What a plan asks of our GPT's formulas, measured. config: a ForeignModel."""
+    """Measured values in place of the formulas for our GPT. config: a ForeignModel."""
 
     @functools.cached_property
     def found(self) -> Measured:
@@ -73,13 +73,13 @@ class MeasuredWork(Work):
                 "embedding": found.embedding, "update": 0}
 
     def parts(self) -> Parts:
-        """For the update two copies in fp32, and which of their elements were edited."""
+        """The update needs two copies in fp32, and a flag for edited elements."""
         found = self.found
         return Parts(found.parameters, found.largest_unit, found.root, found.head, found.largest_matrix,
                      bucketed=found.parameters, tied=found.tied, update_bytes=9)
 
     def operations(self) -> tuple[float, float]:
-        """A causal kernel that is fused skips half of attention; an encoder's needs all of it."""
+        """A fused causal kernel skips half of attention; an encoder's computes all of it."""
         found, times = self.found, self.accumulate
         skips = found.attention == "fused" and not self.config.masked
         return (times * found.matrix_operations,
@@ -97,8 +97,8 @@ class MeasuredWork(Work):
 
 
 def measure(model: ForeignModel, batch: int, dtype: str, attention: str = "fused") -> Measured:
-    """What a step of this model with `batch` sequences takes on one rank. Raises: ValueError for a kind of attention
-    that the library cannot compute for it."""
+    """Measure a step of this model with `batch` sequences on one rank. Raises: ValueError for a kind of attention that
+    the library does not have for it."""
     with torch.enable_grad(), without_values():
         how, whole, kept, inputs, counts = built(model, batch, dtype, attention)
         sizes = shapes(whole, model)
@@ -111,16 +111,16 @@ def measure(model: ForeignModel, batch: int, dtype: str, attention: str = "fused
 
 
 def built(model: ForeignModel, batch: int, dtype: str, attention: str) -> tuple:
-    """How the model was built, without recomputation of blocks, so that its attention is the one asked for, if there is
-    a way; it; and what its forward kept and counted."""
+    """Build the model without recomputation of blocks, if possible with the requested attention. Returns the options
+    used, the model, and what its forward kept and counted."""
     name = {"fused": "sdpa", "unfused": "eager", "recomputed": "recomputed"}[attention]
     ways = [{"attention": name, "dropout": True}]
-    if attention == "fused":  # torch's fused kernel for CPUs, which is counted here, has no dropout
+    if attention == "fused":  # the CPU's fused kernel, which is counted here, has no dropout
         ways += [{"attention": name, "dropout": False}, {"attention": "eager", "dropout": True}]
     for number, how in enumerate(ways):
         try:
             whole = dataclasses.replace(model, recompute=False).build(DTYPES[dtype], **how)
-        except ValueError:  # the library says that it has none
+        except ValueError:  # the library has no such attention
             if number == len(ways) - 1:
                 raise
             continue
@@ -133,7 +133,7 @@ def built(model: ForeignModel, batch: int, dtype: str, attention: str) -> tuple:
 
 
 def kind_of(name: str, counts: dict) -> str:
-    """Which attention ran, by the operators that were counted."""
+    """Which kind of attention ran, according to the counted operators."""
     if any("scaled_dot_product" in str(operator) for operator in counts):
         return "fused"
     return "recomputed" if name == "recomputed" else "unfused"
@@ -144,7 +144,7 @@ def batch_of(model: ForeignModel, batch: int) -> torch.Tensor:
 
 
 def shapes(model: nn.Module, foreign: ForeignModel) -> dict:
-    """How many elements lie where."""
+    """The numbers of elements in the model's parts."""
     root, *units = find_units(model)
     sizes = [sum(param.numel() for param in unit.params) for unit in units]
     heads = [param.numel() for param in over_words(root, foreign)]
@@ -158,19 +158,19 @@ def shapes(model: nn.Module, foreign: ForeignModel) -> dict:
 
 
 def over_words(root: Unit, foreign: ForeignModel) -> list[nn.Parameter]:
-    """The matrices of embedding and head: one if they are tied."""
+    """The matrices of embedding and head: only one if they are tied."""
     return [param for param in root.params if param.ndim == 2 and param.shape[0] == foreign.config.vocab_size]
 
 
 def saved(model: nn.Module, foreign: ForeignModel, batch: int) -> tuple[int, int]:
-    """Bytes kept for backward, each storage once, parameters and buffers left out; and of these, units' inputs."""
+    """Bytes kept for backward, each storage once, without parameters and buffers; and those of units' inputs."""
     not_kept = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     kept, inputs = {}, {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in not_kept:
-            kept[storage._cdata] = storage  # which keeps it alive: so no other one gets its address
+            kept[storage._cdata] = storage  # keep it alive, so that no other storage gets its address
         return tensor
 
     for unit in find_units(model)[1:]:
@@ -186,9 +186,9 @@ def saved(model: nn.Module, foreign: ForeignModel, batch: int) -> tuple[int, int
 
 
 def operations(forward: dict, head: int, recompute: bool, again: bool, kind: str) -> dict:
-    """Operations of a step, from those of its forward, by operator: each product has two gradients of the same size,
-    and all but the head's is computed again if blocks are, attention alone if that is recomputed (`again`)."""
-    ours = "attention" if kind == "fused" else "bmm"  # unfused, its products are the ones of batches of matrices
+    """Operations of a step, computed from those of forward by operator: each product has two gradients of the same
+    size; recomputed blocks repeat all but the head's, recomputed attention (`again`) only its own."""
+    ours = "attention" if kind == "fused" else "bmm"  # unfused attention uses only batched products
     attention = sum(count for operator, count in forward.items() if ours in str(operator))
     matrices = sum(forward.values()) - attention
     backward = BACKWARD_OF_ATTENTION if kind == "fused" else 2
@@ -197,7 +197,7 @@ def operations(forward: dict, head: int, recompute: bool, again: bool, kind: str
 
 
 def step(model: nn.Module, foreign: ForeignModel, batch: int) -> dict:
-    """The most activations at each moment."""
+    """The peak of activations at each moment."""
     ledger, marks = Ledger(), []
     units = [unit.module for unit in find_units(model)[1:]]
 
@@ -209,7 +209,7 @@ def step(model: nn.Module, foreign: ForeignModel, batch: int) -> dict:
             if number == len(units) - 1 and not marks:
                 mark("logits")
             first = next(tensors_in(output))
-            if first.requires_grad and torch._C._current_graph_task_id() == -1:  # not while it is recomputed
+            if first.requires_grad and torch._C._current_graph_task_id() == -1:  # not in recomputation
                 first.register_hook(lambda gradient: mark(f"unit {number}"))
         return hook
 
@@ -233,8 +233,8 @@ def step(model: nn.Module, foreign: ForeignModel, batch: int) -> dict:
 
 
 class HeadsGradient(TorchDispatchMode):
-    """Tells when the gradient of the head comes. Where embedding and head are one they have two gradients, which
-    autograd adds up: neither is ever handed to the parameter, and the ledger, that takes them for activations, is told.
+    """Marks when the head's gradient is computed. Tied embedding and head have two gradients, which autograd adds up:
+    neither reaches the parameter by itself, so the ledger, which would count them as activations, is told.
     """
 
     PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.embedding_dense_backward)
@@ -268,7 +268,7 @@ def watch_input(mark):
 
 
 def highest_between(timeline: list, marks: list, start: str, end: str | None) -> int:
-    """The most bytes of activations from one mark to another; None: to the next one. 0 if nobody marked it."""
+    """Peak bytes of activations from one mark to another; None: to the next one. 0 without the first mark."""
     names = [name for name, _ in marks]
     if start not in names:
         return 0

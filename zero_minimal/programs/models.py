@@ -1,4 +1,4 @@
-"""Models: the flags that `plan` and `simulate` share, and which model they ask for."""
+"""Models: the flags that `plan` and `simulate` share, and the model that they choose."""
 
 import argparse
 
@@ -13,7 +13,7 @@ from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_
 def add_flags(parser: Parser, picture: str) -> None:
     """Give the parser the flags. picture: what --plot draws."""
     add = parser.add_argument
-    add("--ranks", type=positive, default=64, metavar="N", help="all of them (default: 64)")
+    add("--ranks", type=positive, default=64, metavar="N", help="all ranks (default: 64)")
     add("--mp", "--model-parallel", type=positive, default=1, metavar="M", dest="model_parallel",
         help="ranks that share one model (default: 1)")
     add("--dtype", default="fp16", choices=tuple(DTYPES), help="default: fp16")
@@ -30,22 +30,22 @@ def add_flags(parser: Parser, picture: str) -> None:
     add("--hidden", type=positive, help="width")
     add("--heads", type=positive, help="attention heads (default: of size 128, 64 or less, so that --mp divides them)")
     add("--vocabulary", type=positive, help=f"tokens (default: {VOCABULARY}, GPT-2's)")
-    add("--model", metavar="config.json", help="a configuration of the transformers library, in the place of our GPT "
+    add("--model", metavar="config.json", help="a configuration of the transformers library, instead of our GPT "
         "(needs that library); its sizes are measured")
     add("--sequence", type=positive, default=1024, help="tokens in a sequence (default: 1024)")
-    add("--batch", type=positive, default=1, help="sequences a rank works on at once (default: 1)")
+    add("--batch", type=positive, default=1, help="sequences per rank and micro-batch (default: 1)")
     add("--recompute", action=argparse.BooleanOptionalAction, default=False, help="keep only each block's input, and "
         "recompute its inside in backward (default: no, as in training)")
 
 
 def chosen(flags: argparse.Namespace) -> GPTConfig | ForeignModel:
-    """What --model names, or a GPT of the sizes asked for. Raises: ValueError, saying what is accepted."""
+    """The model that --model names, or a GPT of the given sizes. Raises: ValueError, saying what is accepted."""
     sizes = flags.layers or flags.hidden or flags.heads or flags.vocabulary
     if flags.model:
         if flags.params or sizes:
             raise ValueError("the sizes of --model are those of its file: give no others but --sequence and --batch")
         return ForeignModel(flags.model, flags.sequence, flags.recompute)
-    shares = flags.model_parallel * getattr(flags, "sequence_parallel", 1)  # among so many ranks heads are divided
+    shares = flags.model_parallel * getattr(flags, "sequence_parallel", 1)  # ranks that divide the heads
     if flags.params and sizes:
         raise ValueError("give --params, or --layers and --hidden, not both")
     if flags.params:

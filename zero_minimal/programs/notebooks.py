@@ -1,8 +1,7 @@
 """python -m zero_minimal notebooks --clean DIR: copies of the notebooks to hand out, without outputs and answers.
 
-A copy asks every question anew. Its links into the course stay right: inside the checkout they become relative to DIR;
-outside of it they would lead nowhere for whoever gets the copy, so they become the names of the files, or links to
---links URL.
+A copy asks every question again. Links into the course still work: inside the checkout they become relative to DIR.
+Outside the checkout they would be dead, so they become the names of the files, or links to --links URL.
 """
 
 import ast
@@ -20,7 +19,7 @@ LINK = re.compile(r"\[([^\]]*)\]\(((?!\w+:|#)[^)\s]+)\)")  # [words](a file)
 
 
 def clean(text: str, folder: Path, links: str = "") -> str:
-    """A notebook's text for this folder: no outputs, counts and answers; see above for its links."""
+    """A notebook's text for this folder, without outputs, counts and answers; for links see above."""
     book = json.loads(text)
     for cell in book["cells"]:
         source = "".join(cell["source"])
@@ -35,7 +34,7 @@ def clean(text: str, folder: Path, links: str = "") -> str:
 
 
 def unanswered(source: str) -> str:
-    """A cell's code with three dots in place of what was answered in its ask(question, answer)."""
+    """A cell's code with three dots instead of the answers in its ask(question, answer) calls."""
     try:
         calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     except SyntaxError:  # %%px
@@ -51,14 +50,14 @@ def unanswered(source: str) -> str:
 
 
 def _bytes(line: str) -> bytes:
-    return line.encode()  # ast counts columns so
+    return line.encode()  # ast counts columns in bytes
 
 
 def _link(words: str, target: str, folder: Path, links: str) -> str:
     file, _, part = target.partition("#")
     path, part = (NOTEBOOKS / file).resolve(), f"#{part}" if part else ""
     if path.parent == NOTEBOOKS and path.suffix == ".ipynb":
-        return f"[{words}]({target})"  # it is copied too
+        return f"[{words}]({target})"  # the target is copied, too
     inside = path.relative_to(HOUSE).as_posix()
     if links:
         return f"[{words}]({links.rstrip('/')}/{inside}{part})"
@@ -70,12 +69,12 @@ def _link(words: str, target: str, folder: Path, links: str) -> str:
 def main(arguments: list[str]) -> None:
     """The command."""
     parser = Parser(prog="python -m zero_minimal notebooks", description="Copies of the notebooks to hand out, without "
-                    "outputs and answers: each question is asked anew.")
-    parser.add_argument("--clean", metavar="DIR", required=True, help="the folder to write them to, made if need be")
+                    "outputs and answers: each question is asked again.")
+    parser.add_argument("--clean", metavar="DIR", required=True, help="the folder to write them to, made if missing")
     parser.add_argument("--links", metavar="URL", default="", help="where learners find the course (default: "
-                        "links are relative to DIR if that lies in the checkout, else the names of the files)")
+                        "links are relative to DIR if that is in the checkout, else the names of the files)")
     parser.add_argument("--force", action="store_true",
-                        help="write over copies that differ: what a learner wrote into them is lost")
+                        help="overwrite copies that differ: what a learner wrote into them is lost")
     flags = parser.parse_args(arguments)
     folder = Path(flags.clean).expanduser().resolve()
     if folder == NOTEBOOKS.resolve():

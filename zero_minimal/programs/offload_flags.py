@@ -1,4 +1,4 @@
-"""Offload: what --offload, --bus and --host-budget do in the programs of the stages. offload.py is stage 2 with it.
+"""Offload: implements --offload, --bus and --host-budget in the programs of the stages. offload.py is stage 2 with it.
 
     torchrun --nproc-per-node 2 zero_minimal/stage2.py --dtype bf16 --offload cpu --bus 12GB/s
     torchrun --nproc-per-node 2 zero_minimal/stage2.py --dtype bf16 --offload disk:/scratch --host-budget 200MB
@@ -15,18 +15,17 @@ from zero_minimal.paper import quantities
 from zero_minimal.processes import interrupts
 from zero_minimal.workload.settings import Parser
 
-# by their names: the class of a file that is run as a program is another one
+# by name, since a file run as a program has classes of its own
 OFFLOADED = {kind.__name__: kind for kind in (Offloaded1, Offloaded2, Offloaded3)}
 CLASSES = {name.replace("Offloaded", "Stage"): kind for name, kind in OFFLOADED.items()} | OFFLOADED
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What was asked for.
+    """The values of these flags.
 
-    cpu: whether the ranks have hosts. bus: bytes a second, None for as fast as it goes.
-    disk: the folder in which the host keeps what it has, None for memory. host_budget: bytes of memory that its process
-    may then have, None for any.
+    cpu: whether the ranks have hosts. bus: bytes a second, None for full speed. disk: the folder in which the host
+    keeps its data, None for memory. host_budget: bytes of memory that its process may then have, None for no limit.
     """
 
     cpu: bool = False
@@ -35,17 +34,17 @@ class Offload:
     host_budget: int | None = None
 
     def class_of(self, stage_class: type) -> type:
-        """The class to train with."""
+        """The class that trains this stage."""
         return CLASSES[stage_class.__name__] if self.cpu else stage_class
 
     def options(self) -> dict:
-        """That it takes, and a stage does not."""
+        """The options that only an offloaded class takes."""
         return {"bus": self.bus, "disk": self.disk, "host_budget": self.host_budget} if self.cpu else {}
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """Context in which a stage is made: a disk or a budget that is too small ends the program in one line. All
-        ranks know of it."""
+        """A context for making a stage: a disk or a budget that is too small ends the program with one line. All ranks
+        notice it."""
         try:
             yield
         except (ValueError, OSError) as error:
@@ -60,17 +59,17 @@ NOTHING = Offload()
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the parser the three flags."""
     group = parser.add_argument_group("offload")
-    group.add_argument("--offload", metavar="cpu|disk:FOLDER", help="masters, optimizer state and the update live on "
+    group.add_argument("--offload", metavar="cpu|disk:FOLDER", help="masters, optimizer state and the update are on "
                        "the host: in its memory, or in a file in this folder")
-    group.add_argument("--bus", type=speed, metavar="SPEED", help="of the bus to a rank's host, each way, 12GB/s say "
-                       "(default: as fast as it goes)")
+    group.add_argument("--bus", type=speed, metavar="SPEED", help="of the bus to a rank's host, each way, e.g. 12GB/s "
+                       "(default: full speed)")
     group.add_argument("--host-budget", type=quantities.size, metavar="SIZE", help="memory that each host may have "
                        "beyond Python and torch, 200MB say, with --offload disk:FOLDER (default: what three buckets "
                        "take)")
 
 
 def read_flags(parser: Parser, arguments: argparse.Namespace, stage_class: type) -> Offload:
-    """Ends the program, saying what is accepted, for flags that make no sense."""
+    """Read the flags. If they contradict each other, ends the program and says what is accepted."""
     bus, budget = arguments.bus, arguments.host_budget
     if stage_class.__name__ in OFFLOADED and arguments.offload is None:
         arguments.offload = "cpu"

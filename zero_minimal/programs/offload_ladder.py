@@ -1,12 +1,11 @@
-"""Offload ladder: a GPT trained by one rank that keeps 16, 14, 4 and 2 bytes a parameter, and what is really there.
+"""Offload ladder: trains a GPT on one rank that keeps 16, 14, 4 and 2 bytes per parameter, and measures its memory.
 
     16   data parallelism: 16-bit parameters and gradients, fp32 masters, momentum and variance
-    14   gradients wait on the host, and come back for the update
+    14   gradients wait on the host, and return for the update
      4   masters, momentum, variance and the update are on the host (stage 1, offloaded)
      2   gradients too (stage 2, offloaded)
 
-Two counts of the same: the ledger's, of tensors by what they are; and the system's, of the memory of the rank's process
-and of its host's.
+Memory is counted twice: by the ledger, tensor by tensor; and by the system, for the processes of the rank and its host.
 """
 
 import gc
@@ -31,7 +30,7 @@ STATES = ("parameters", "gradients", "optimizer")
 
 
 def keep_gradients(bus: Bus) -> None:
-    """What the host of GradientsAway does."""
+    """The work of GradientsAway's host."""
     kept: dict[int, torch.Tensor] = {}
     while (parcel := bus.receive()).words[0] != "end":
         order, *words = parcel.words
@@ -47,7 +46,7 @@ def keep_gradients(bus: Bus) -> None:
 class GradientsAway(LeavesAtOnce, Stage2):
     """Stage 2 whose gradient shards wait on the host for the update, which stays on the device. One micro-batch."""
 
-    disk = None  # of the host: there is none
+    disk = None  # the host has no disk
 
     def __init__(self, model, optimizer_class, **options):
         super().__init__(model, optimizer_class, **options)
@@ -74,7 +73,7 @@ class GradientsAway(LeavesAtOnce, Stage2):
 
 @dataclass(frozen=True)
 class Rung:
-    """A way to train, and the bytes a parameter that a formula says: on the device, and on the host."""
+    """A way to train, and its bytes per parameter by the formula: on the device, and on the host."""
 
     name: str
     kind: type
@@ -91,12 +90,11 @@ RUNGS = (
 
 
 def stand_on(rung: Rung, settings: Settings) -> dict:
-    """Train on this rank, some steps; the report of one rung, in bytes.
+    """Train some steps on this rank; return the report of one rung, in bytes.
 
-    {"name", "formula": {"device", "host"} a parameter, "parameters": Ψ, "padding": elements, "ledger": {state: on the
-     device}, "host": of tensors there, "resident": {"device", "host"}: what the two processes have more than without a
-     model, "bus": {"to_host", "to_device"} of a step, "kept": {what: bytes} there, of "both away" only, "loss": the
-     last}
+    {"name", "formula": {"device", "host"} per parameter, "parameters": Ψ, "padding": elements, "ledger": {state: on the
+     device}, "host": of tensors there, "resident": {"device", "host"}: what a model adds to the two processes, "bus":
+     {"to_host", "to_device"} per step, "kept": {what: bytes} there, only for "both away", "loss": the last}
     """
     with ranks.start() as rank:
         load_libraries(settings, rank)
@@ -123,7 +121,7 @@ def stand_on(rung: Rung, settings: Settings) -> dict:
 
 
 def load_libraries(settings: Settings, rank: ranks.Rank) -> None:
-    """A step of a small model under the observer: what torch loads when it is first used is no part of a model."""
+    """Train a small model for a step under the observer: what torch loads at its first use is not part of a model."""
     small = replace(settings, layers=1, hidden=2 * settings.heads, steps=1)
     zero = loop.build(Stage0, small, rank)
     for _ in loop.steps(zero, loop.training_batches(small, rank.rank), small, observers=[Observer(zero, rank, small)]):
@@ -133,7 +131,7 @@ def load_libraries(settings: Settings, rank: ranks.Rank) -> None:
 
 
 def host_alone(device: torch.device) -> int | None:
-    """Bytes resident of a host process that keeps nothing."""
+    """Resident bytes of a host process that keeps nothing."""
     host = Host(keep_gradients, 64, device, None)
     _, resident = host.ask("memory")
     host.end()
@@ -141,7 +139,7 @@ def host_alone(device: torch.device) -> int | None:
 
 
 def what_is_kept(zero, kept: int) -> dict[str, int]:
-    """Bytes on the host by what they are: masters, each tensor of the optimizer's state, and the rest, gradients."""
+    """Bytes on the host by kind: masters, each tensor of the optimizer's state, and gradients, which are the rest."""
     found = {"masters": sum(bucket.master.nbytes for bucket in zero.buckets)}
     for bucket in zero.buckets:
         for name, value in bucket.away.state().items():

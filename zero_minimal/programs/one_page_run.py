@@ -1,4 +1,4 @@
-"""One page's run: train a GPT with each of its four systems, and print what they hold and send beside the formulas."""
+"""One page's run: train a GPT with each of its four systems, and compare what they hold and send with the formulas."""
 
 import torch
 
@@ -15,7 +15,7 @@ STEPS = 20
 
 @interrupts.program
 def main() -> None:
-    """Train a GPT on the documentation inside Python, with each of the four."""
+    """Train a GPT on Python's own documentation with each of the four systems."""
     with ranks.start() as rank:
         text = data.read_tokens()
         for stage, system in enumerate((Naive, Stage1, Stage2, Stage3)):
@@ -28,13 +28,13 @@ def main() -> None:
 
 
 def train(system: type, text: torch.Tensor, rank: ranks.Rank) -> tuple[float, int, int, int]:
-    """The last loss, parameters, bytes that are held after backward, and bytes that a step sends."""
+    """The last loss, the parameters, the bytes held after backward, and the bytes that a step sends."""
     torch.manual_seed(0)
     nothing = held()
     model = GPT(GPTConfig(layers=4, hidden=128, heads=4, sequence=64, dropout=0.0)).to(rank.device)
     psi = sum(param.numel() for param in model.parameters())
     zero = system(model, torch.optim.AdamW, lr=1e-3)
-    batches = torch.Generator().manual_seed(rank.rank)  # each rank its own data
+    batches = torch.Generator().manual_seed(rank.rank)  # each rank has its own data
     for step in range(STEPS):
         starts = torch.randint(len(text) - 65, (8,), generator=batches)
         inputs = torch.stack([text[start : start + 65] for start in starts]).long().to(rank.device)

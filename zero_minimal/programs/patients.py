@@ -1,4 +1,4 @@
-"""Patients of lesson 05: a GPT that is cut over ranks has a mistake in one MLP; and what one process gets."""
+"""Patients of lesson 05: tensor-parallel GPTs with a mistake in one MLP, and the right result of one process."""
 
 from collections.abc import Callable
 
@@ -15,19 +15,19 @@ ILL = 1  # the block whose MLP has the mistake
 
 
 def forget_f(mlp: ParallelMLP) -> None:
-    """x goes into the first matrix as it is."""
+    """x enters the first matrix without f."""
     layer = mlp.expansion
     layer.forward = lambda x: F.linear(x, layer.weight, layer.bias)
 
 
 def forget_g(mlp: ParallelMLP) -> None:
-    """What comes out of the second matrix stays a part."""
+    """The second matrix's result stays partial."""
     layer = mlp.projection
     layer.forward = lambda x: F.linear(x, layer.weight) + layer.bias
 
 
 def split_before_gelu(mlp: ParallelMLP) -> None:
-    """The first matrix is cut by its inputs, and GELU gets a part of a sum on each rank."""
+    """The first matrix is split by its inputs, so that GELU gets a partial sum on each rank."""
     group, ranks_, first = mlp.expansion.group, dist.get_world_size(mlp.expansion.group), mlp.expansion
     rank = dist.get_rank(group)
 
@@ -50,7 +50,7 @@ MISTAKES: dict[str, Callable[[ParallelMLP], None]] = {
 
 
 def trained(settings: Settings) -> tuple[dict, dict, float, list]:
-    """A GPT after some steps in one process: its weights; and of the next batch gradients, loss, and the batch."""
+    """A GPT after some steps in one process: its weights; for the next batch, gradients, loss, and the batch."""
     torch.manual_seed(settings.seed)
     model, batches = GPT(settings.model_config()), loop.training_batches(settings, 0)
     optimizer = torch.optim.AdamW(model.parameters(), **settings.optimizer_options())

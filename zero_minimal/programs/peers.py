@@ -1,13 +1,13 @@
-"""Peers: the data parallelism of others behind the API of our stages, so that one training loop runs them all.
+"""Peers: other implementations of data parallelism behind the API of our stages, so that one loop trains them all.
 
     DDP                DistributedDataParallel                                 to compare with stage 0
-    ZeroRedundancy     the same, its optimizer a ZeroRedundancyOptimizer       to compare with stages 1 and 2
+    ZeroRedundancy     the same with a ZeroRedundancyOptimizer                 to compare with stages 1 and 2
     FSDP2              fully_shard on each block, then on the whole            to compare with stage 3
-    FSDP2Kept          the same, parameters kept from forward to backward      to compare with stage 2
-    DeepSpeed0 … 3     where DeepSpeed can be imported                         to compare with the stage of that number
-    Floor              no communication at all: what no stage can undercut
+    FSDP2Kept          the same, keeping parameters from forward to backward   to compare with stage 2
+    DeepSpeed0 … 3     if DeepSpeed can be imported                            to compare with the stage of that number
+    Floor              no communication at all: a lower bound for every stage
 
-They offer what a loop calls, no state_dict. 16-bit runs are mixed precision with fp32 masters here too.
+They have the methods that a loop calls, but no state_dict. 16-bit runs also use fp32 masters here.
 """
 
 import importlib.util
@@ -29,19 +29,19 @@ from zero_minimal.core.units import find_units
 
 
 class Peer:
-    """What the peers share: after backward their gradients are reduced, and the optimizer reads them from .grad."""
+    """The base of all peers: after backward, gradients are reduced, and the optimizer reads them from .grad."""
 
-    sharded = False  # whether a rank holds a shard of the gradients, or all of them
+    sharded = False  # whether a rank holds only a shard of the gradients
     group = None  # all ranks
     communicates = True
-    gradient_scale = None  # what the update multiplies gradients with, if anything
+    gradient_scale = None  # the update's factor for gradients, if any
 
     @staticmethod
     def prepare(device: torch.device) -> None:
-        """Whatever takes time or memory and is not the model's: imports. To be called before the model is built."""
+        """Import what takes time or memory that is not the model's. To be called before the model is built."""
 
     def no_sync(self):
-        """Context for the micro-batches before the last."""
+        """A context for the micro-batches before the last."""
         return self.model.no_sync()
 
     def reduced_gradients(self) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ class Peer:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to this global norm, if theirs is larger; return the norm they had, []."""
+        """Scale the gradients down to this global norm if theirs is larger; return the norm that they had, 0-dim."""
         norm = global_norm(self.reduced_gradients(), self.gradient_scale, sharded=self.sharded)
         self.gradient_scale = clip(self.gradient_scale, norm, max_norm)
         return norm
@@ -64,16 +64,16 @@ class Peer:
         self.optimizer.step()
 
     def zero_grad(self):
-        """Forget the gradients."""
+        """Drop the gradients."""
         self.gradient_scale = None
         for param in self.model.parameters():
             param.grad = None
 
 
 class DDP(Peer):
-    """torch's DistributedDataParallel, its bucket sizes torch's own (25 MiB, the first one 1 MiB) if none is given.
+    """torch's DistributedDataParallel, by default with torch's bucket sizes (25 MiB, the first one 1 MiB).
 
-    Gradients are views of the buckets, which spares it 4Ψ bytes.
+    Gradients are views of the buckets, which saves 4Ψ bytes.
     """
 
     theory_stage = 0
@@ -92,7 +92,7 @@ class DDP(Peer):
 
     @torch.no_grad()
     def step(self):
-        """Update the masters, and round them to the parameters' dtype where that is another."""
+        """Update the masters, and round them to the parameters' dtype if that differs."""
         for param, master in zip(self.params, self.masters, strict=True):
             if master is not param:
                 master.grad = param.grad.float()
@@ -125,22 +125,21 @@ class ZeroRedundancy(DDP):
 
 
 class FSDP2(Peer):
-    """torch's fully_shard, blocks and then the root. It reduces each micro-batch, as our stage 3 does.
+    """torch's fully_shard on the blocks and then on the root. It reduces each micro-batch, as our stage 3 does.
 
-    In 16 bit it keeps fp32 shards of parameters and gradients, and gathers and reduces in 16 bit: 4 + 4 + 8 bytes a
-    parameter where stage 3 counts 2 + 2 + 12. Units are our stage 3's, a model's blocks; it has no use for
-    bucket_bytes.
+    In 16 bit it keeps fp32 shards of parameters and gradients, and gathers and reduces in 16 bit: 4 + 4 + 8 bytes per
+    parameter, where stage 3 counts 2 + 2 + 12. Its units are those of our stage 3, the blocks; it ignores bucket_bytes.
     """
 
     theory_stage = 3
     sharded = True
-    reshard_after_forward = None  # torch's default: blocks let their parameters go after forward, the root does not
+    reshard_after_forward = None  # torch's default: blocks release their parameters after forward, the root does not
 
     def __init__(self, model, optimizer_class, *, bucket_bytes=None, **optimizer_options):
         first = next(model.parameters())
         dtype = first.dtype
         mesh = init_device_mesh(first.device.type, (dist.get_world_size(),))
-        # no change of dtype if it is fp32 already
+        # fp32 parameters keep their dtype
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         options = dict(mesh=mesh, mp_policy=policy)
         if self.reshard_after_forward is not None:
@@ -152,7 +151,7 @@ class FSDP2(Peer):
         self.optimizer = optimizer_class(model.parameters(), **optimizer_options)
 
     def no_sync(self):
-        """Nothing to put off: gradients have no place to wait but their shards."""
+        """Does nothing: gradients cannot wait anywhere but in their shards, so each micro-batch reduces them."""
         return nullcontext()
 
     def reduced_gradients(self) -> list[torch.Tensor]:
@@ -161,7 +160,7 @@ class FSDP2(Peer):
 
 
 class FSDP2Kept(FSDP2):
-    """FSDP2 that keeps parameters whole from forward to backward: one all-gather a step, as stage 2 has."""
+    """FSDP2 that keeps parameters whole from forward to backward: one all-gather per step, as in stage 2."""
 
     theory_stage = 2
     reshard_after_forward = False
@@ -171,14 +170,14 @@ class FSDP2Kept(FSDP2):
 
 
 class DeepSpeed(Peer):
-    """DeepSpeed's engine, in fp32 or bf16. It takes part only where it is installed; nothing of ours needs it.
+    """DeepSpeed's engine, in fp32 or bf16. Optional: it is used only if it is installed.
 
-    DeepSpeed's buckets of 5e8 elements are meant for models a thousand times as large: they get our stages' size here.
+    DeepSpeed's buckets of 5e8 elements are meant for models a thousand times as large: here they have our stages' size.
     """
 
     @staticmethod
     def is_installed() -> bool:
-        """Whether `import deepspeed` has a chance."""
+        """Whether `import deepspeed` may work."""
         return importlib.util.find_spec("deepspeed") is not None
 
     @staticmethod
@@ -186,8 +185,8 @@ class DeepSpeed(Peer):
         """Import it: that takes seconds, and memory that is not the model's."""
         os.environ.setdefault("DS_ACCELERATOR", device.type)
         os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
-        warnings.simplefilter("ignore")  # of what it calls some has newer names in torch
-        with redirect_stdout(io.StringIO()):  # it tells what it builds
+        warnings.simplefilter("ignore")  # it calls functions that torch has renamed
+        with redirect_stdout(io.StringIO()):  # it prints what it builds
             import deepspeed
 
             logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -199,9 +198,9 @@ class DeepSpeed(Peer):
         first = next(model.parameters())
         elements = bucket_bytes // first.element_size()  # DeepSpeed counts elements
         config = {
-            "train_micro_batch_size_per_gpu": 1,  # of no consequence: it does not make the batches
+            "train_micro_batch_size_per_gpu": 1,  # has no effect: it does not make the batches
             "bf16": {"enabled": first.dtype == torch.bfloat16},
-            "gradient_clipping": 0.0,  # it would clip at 1.0
+            "gradient_clipping": 0.0,  # its default would clip at 1.0
             "zero_optimization": {
                 "stage": self.theory_stage,
                 "reduce_bucket_size": elements,
@@ -214,15 +213,15 @@ class DeepSpeed(Peer):
         self.model, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        """In place of loss.backward(), which its stage 0 refuses."""
+        """Replaces loss.backward(), which its stage 0 refuses."""
         self.model.backward(loss)
 
     def step(self):
-        """Update the parameters, and forget the gradients."""
+        """Update the parameters, and drop the gradients."""
         self.model.step()
 
     def zero_grad(self):
-        """Nothing is left to do: step() has done it."""
+        """Does nothing: step() has dropped the gradients."""
 
 
 class DeepSpeed0(DeepSpeed):
@@ -253,13 +252,13 @@ class DeepSpeed3(DeepSpeed):
 
 
 class Floor(Peer):
-    """The same forward, backward and update of 1/N of the elements, and nothing sent: no stage can be faster.
+    """The same forward and backward, an update of 1/N of the elements, and nothing sent: no stage can be faster.
 
-    It trains nothing that is of use with more than one rank: each rank follows its own gradients, and moves only its
-    share of the parameters. On one rank it is plain PyTorch.
+    With more than one rank its training is useless: each rank uses its own gradients, and updates only its share of the
+    parameters. On one rank it is plain PyTorch.
     """
 
-    theory_stage = 1  # of what it holds
+    theory_stage = 1  # by what it holds
     communicates = False
 
     def __init__(self, model, optimizer_class, *, bucket_bytes=None, **optimizer_options):
@@ -279,7 +278,7 @@ class Floor(Peer):
         self.optimizer = optimizer_class([master for _, _, master in self.pieces], **optimizer_options)
 
     def no_sync(self):
-        """Nothing is sent anyway."""
+        """Does nothing: nothing is sent anyway."""
         return nullcontext()
 
     @torch.no_grad()

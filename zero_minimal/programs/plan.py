@@ -1,4 +1,4 @@
-"""Plan: what a model needs on each device, by stage, before anybody starts a run. Formulas only; `simulate` runs code.
+"""Plan: what a model needs on each device, by stage, before a run. It uses only formulas; `simulate` runs code.
 
     python -m zero_minimal plan --params 7.5B --ranks 64 --hardware V100-32GB
     python -m zero_minimal plan --model config.json --ranks 64 --hardware A100-80GB --dtype bf16
@@ -35,7 +35,7 @@ def describe(told: dict, hardware: str = "") -> str:
 
 
 def heading(told: dict, hardware: str) -> str:
-    """Which model, on what."""
+    """The model and its devices."""
     ranks, shared = told["ranks"], told["model_parallel"]
     groups = "" if shared == 1 else (
         f" = {ranks // shared:,} × {shared} that share a model: N in formulas is {told['shards']:,}, Ψ a rank's share,"
@@ -51,12 +51,12 @@ def heading(told: dict, hardware: str) -> str:
 
 
 def options(told: dict) -> list[str]:
-    """Paragraphs about what was asked for besides."""
+    """Paragraphs about the other options."""
     lines, together, dtype = [], told["sequence_parallel"], told["dtype"]
     if told["accumulate"] > 1:
         lines.append(f"A step is {told['accumulate']} micro-batches. Stages 0 and 1 reduce gradients once, since they "
                      "keep them whole; stage 2 each time, and stage 3 gathers parameters each time, too.")
-    if told["attention"] != "fused" and "model" not in told:  # of a model the one that was measured is said
+    if told["attention"] != "fused" and "model" not in told:  # for a model of transformers, the measured one is named
         again = told["attention"] == "recomputed" or told["recompute"]
         lines.append(f"Attention is not fused: scores are {size_text(told['activations']['scores'])} a block, "
                      f"{'computed again in backward' if again else 'kept in each'}, and three such matrices are there "
@@ -79,7 +79,7 @@ def options(told: dict) -> list[str]:
 
 
 def state_rows(told: dict) -> list[list[str]]:
-    """Model states alone, as the paper counts them."""
+    """Only model states, as the paper counts them."""
     unit, scale = size_unit(max(row["together"] for row in told["rows"]))
     rows = [[f"model states, {unit}", *formulas.STATES, "together", "fewest", "largest"]]
     for row in told["rows"]:
@@ -90,7 +90,7 @@ def state_rows(told: dict) -> list[list[str]]:
 
 
 def state_notes(told: dict) -> str:
-    """What the columns mean, and what another program counts."""
+    """The meaning of the columns, and what another program counts."""
     adams = told["optimizer_bytes"] is None and told["dtype"] != "fp32"
     notes = [paragraph("Fewest: ranks on which these fit; largest: the model whose states do, on as many ranks as "
                        "here. What ran in the paper's Table 2 was 62% to 82% of its largest.")]
@@ -116,7 +116,7 @@ def step_rows(told: dict) -> list[list[str]]:
 
 
 def step_notes(told: dict) -> str:
-    """What the columns mean, and what they leave out."""
+    """The meaning of the columns, and what they leave out."""
     return paragraph(
         "Passing: parameters and gradients that are whole for a moment (units at stage 3, gradients before they are "
         "reduced), copies in fp32. At logits and top block, where backward begins, stages 2 and 3 have no gradients "
@@ -154,7 +154,7 @@ def verdict(told: dict) -> str:
 
 
 def activation_notes(told: dict) -> str:
-    """What activations take, with what is done about them."""
+    """The memory of activations, and the options that reduce it."""
     counted = ", counted while the model's own code ran on tensors without memory" if "model" in told else ""
     items = (of_a_model if "model" in told else of_our_gpt)(told)
     return "\n".join([paragraph(f"Activations of {told['batch']} × {sequence_text(told)} tokens{counted}:"),
@@ -162,7 +162,7 @@ def activation_notes(told: dict) -> str:
 
 
 def of_our_gpt(told: dict) -> list[str]:
-    """Its activations."""
+    """Activations of our GPT."""
     sizes, shared = told["activations"], told["model_parallel"]
     elements = "16·b·s·h" if shared == 1 else f"(4 + 12/{shared})·b·s·h"
     partitioned = (f"{size_text(sizes['P_a'])} with P_a, none on the device with P_a+cpu" if shared > 1
@@ -179,7 +179,7 @@ def of_our_gpt(told: dict) -> list[str]:
 
 
 def of_a_model(told: dict) -> list[str]:
-    """Activations of a model of transformers; which attention was measured, and why not the one that was asked for."""
+    """Activations of a model of transformers; which attention was measured, and why not the requested one."""
     sizes = told["activations"]
     measured = {
         "fused": "the library's sdpa, which ran torch's fused kernel and keeps no scores.",
@@ -203,7 +203,7 @@ def sequence_text(told: dict) -> str:
 
 
 def offload_notes(away: dict) -> str:
-    """What lies on device, host and disk, and what crosses the bus between them. away: the plan's "offload"."""
+    """What is on device, host and disk, and what crosses the bus between them. away: the plan's "offload"."""
     words = "the host" if away["place"] == "cpu" else "a disk"
     unit, scale = size_unit(max(max(row["device"], row["host"], row["disk"], row["together"]) for row in away["rows"]))
     states = [[f"offloaded, {unit}", "device", "host", "disk", "a step", "fits?", "largest"]]
@@ -252,7 +252,7 @@ def time_notes(told: dict) -> str:
 
 
 def wire_note(told: dict) -> str:
-    """At which speed gradients and parameters travel, and why."""
+    """The speed at which gradients and parameters travel, and why."""
     if told["inside_a_node"]:
         of_group = "of a group " if told["replicate"] > 1 else ""
         why = f"a link: a node has {told['node']} devices, so all {of_group}are inside one"
@@ -264,7 +264,7 @@ def wire_note(told: dict) -> str:
 
 
 def time_rows(told: dict) -> list[list[str]]:
-    """What data-parallel ranks send, and the least and the most that a step takes."""
+    """What data-parallel ranks send, and the shortest and longest time of a step."""
     ways = "sent in a step" if told["replicate"] == 1 else "within + between"
     return [["stage", ways, "takes", "a step, all overlaps", "a step, nothing does"]] + [
         [f"  {row['stage']}", sent(row),
@@ -294,21 +294,21 @@ def parser() -> Parser:
     add("--hardware", default="V100-32GB", choices=tuple(GPUS), metavar="GPU",
         help=f"one of {', '.join(GPUS)} (default: V100-32GB, the paper's)")
     add("--memory", type=size, metavar="SIZE", help="of a device, such as 24GB, instead of the GPU's")
-    add("--optimizer-bytes", type=rate, metavar="K", help="optimizer state a parameter (default: Adam's, 12, or 8 in "
+    add("--optimizer-bytes", type=rate, metavar="K", help="optimizer state per parameter (default: Adam's, 12, or 8 in "
         "fp32)")
-    add("--tflops", type=rate, help="10¹² operations a second of a device, instead of the GPU's")
-    add("--node", type=positive, metavar="GPUS", help="devices of a node, instead of the GPU's usual")
+    add("--tflops", type=rate, help="10¹² operations per second of a device, instead of the GPU's")
+    add("--node", type=positive, metavar="GPUS", help="devices per node, instead of the GPU's usual")
     add("--link", type=size, metavar="SIZE", help="that a device sends inside a node in a second, instead of the GPU's")
     add("--network", type=size, default=int(NETWORK), metavar="SIZE",
-        help="that a device sends to other nodes in a second (default: 12.5GB, the paper's network)")
+        help="that a device sends to other nodes per second (default: 12.5GB, the paper's network)")
     add("--checkpoints", default="whole", choices=CHECKPOINTS,
         help="how the blocks' inputs are kept on model-parallel ranks (default: whole)")
     add("--offload", choices=PLACES, help="also with optimizer state and update on the host, or on a disk")
-    add("--gradients", default="", choices=("fp32",), metavar="fp32", help="kept, added up and reduced in fp32 beside "
+    add("--gradients", default="", choices=("fp32",), metavar="fp32", help="kept, added up and reduced in fp32 with "
         "16-bit parameters, as in Megatron (default: in the dtype of the parameters)")
-    add("--sequence-parallel", type=positive, default=1, metavar="S", help="of the data-parallel ranks so many share "
+    add("--sequence-parallel", type=positive, default=1, metavar="S", help="number of data-parallel ranks that share "
         "each sequence, as in DeepSpeed-Ulysses (default: 1)")
-    add("--replicate", type=positive, default=1, metavar="R", help="so many groups of the data-parallel ranks each "
+    add("--replicate", type=positive, default=1, metavar="R", help="number of groups of data-parallel ranks that each "
         "keep all states in shards, as in HSDP: give the number of nodes (default: 1)")
     deepspeed_written.add_flags(result)
     return result

@@ -1,5 +1,5 @@
-"""Markdown: a plan as one table for a design document, with all that it assumes below it. `plan --markdown`, and
-`simulate --markdown` for what was counted."""
+"""Markdown: a plan as one table for a design document, with its assumptions below: for `plan --markdown`, and for the
+counts of `simulate --markdown`."""
 
 from zero_minimal.paper.formulas import STATES
 from zero_minimal.paper.hardware import GPUS
@@ -7,18 +7,18 @@ from zero_minimal.paper.quantities import count_text, seconds_text, size_text
 
 
 def sent(row: dict) -> str:
-    """What a rank sends in a step: "44.3 GB", or within its group and between groups, "39.4 GB + 1.88 GB"."""
+    """What a rank sends in a step: "44.3 GB", or within its group and between groups: "39.4 GB + 1.88 GB"."""
     between = row["between_bytes"]
     return size_text(row["sent_bytes"] - between) + (f" + {size_text(between)}" if between else "")
 
 
 def ranks_text(data_parallel: int | None, told: dict) -> str:
-    """A number of ranks, all of them."""
+    """The total number of ranks, as text."""
     return "none" if data_parallel is None else f"{data_parallel * told['model_parallel']:,}"
 
 
 def of_plan(told: dict, hardware: str = "") -> str:
-    """A row for each stage. told: what plan() gave."""
+    """A row for each stage. told: the result of plan()."""
     sends = "sent a step" if told["replicate"] == 1 else "sent a step, within + between"
     head = ["stage", "shards", *STATES, "activations", "passing", "peak", "fits?", "fewest ranks",
             sends, "step, at least", "step, at most"]
@@ -35,14 +35,14 @@ def of_plan(told: dict, hardware: str = "") -> str:
 
 
 def title(told: dict) -> str:
-    """Which model on which ranks."""
+    """The model and its ranks."""
     shared = f", {told['model_parallel']} share a model" if told["model_parallel"] > 1 else ""
     shared += f", shards within {told['replicate']} groups" if told["replicate"] > 1 else ""
     return f"{count_text(told['parameters'])} parameters in {told['dtype']} on {told['ranks']:,} ranks{shared}"
 
 
 def assumed(told: dict, hardware: str) -> list[str]:
-    """What a reader has to know to trust the table, or to make it again."""
+    """What a reader must know to trust the table, or to reproduce it."""
     recomputed = f"blocks recomputed, their inputs kept {told['checkpoints']}"
     parallel = told["ranks"] // told["model_parallel"] // told["sequence_parallel"]
     tokens = parallel * told["batch"] * told["sequence"] * told["accumulate"]
@@ -67,7 +67,7 @@ def assumed(told: dict, hardware: str) -> list[str]:
 
 
 def of_simulation(result: dict) -> str:
-    """A row for each thing that was counted. result: the report of a simulation."""
+    """A row for each count. result: the report of a simulation."""
     memory, theory = result["memory"], result["theory"]
     rows = [[name, size_text(memory[name], 4), size_text(theory[name], 4)] for name in STATES]
     rows += [[f"{name}, at most", size_text(memory[name], 4), ""] for name in ("activations", "buffers")]

@@ -1,5 +1,5 @@
 """Planning: the calculation behind `plan`, for our GPT and for a model of transformers, whose sizes are measured
-(measured.py). Formulas only; `simulate` runs code, and a test holds the two together."""
+(measured.py). It uses only formulas; `simulate` runs code, and a test compares the two."""
 
 import bisect
 import math
@@ -16,18 +16,18 @@ from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.model import GPTConfig
 
 NAMES = ("data parallel", "P_os", "P_os+g", "P_os+g+p")
-UTILISATION = 0.4  # of the operations that a GPU could do: what good training runs reach
+UTILISATION = 0.4  # share of a GPU's peak operations that good training runs reach
 MOST_RANKS = 2**30
 PAPERS = GPUS["V100-32GB"]
 NO_BUS = {"to_host": 0, "to_device": 0}
-PLACES = ("cpu", "disk")  # where offloaded states live
-LINKS = (12e9, 25e9, 64e9, 900e9)  # bytes a second: what PCIe 3, 4 and 5 reach, and a link made for it (both ways)
+PLACES = ("cpu", "disk")  # where offloaded states are kept
+LINKS = (12e9, 25e9, 64e9, 900e9)  # bytes a second: reached by PCIe 3, 4 and 5, and by a dedicated link (both ways)
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of a device: operations a second; bytes a second that it sends inside a node of so many devices, and outside; and
-    to its host, or from it."""
+    """A device's operations per second, and its bytes per second inside a node of `node` devices, to other nodes, and
+    to or from its host."""
 
     operations: float
     link: float
@@ -41,8 +41,8 @@ class Speeds:
 
     @exported
     def wire(self, ranks: int) -> float:
-        """Bytes a second in a ring of neighbours, with which `ranks` ranks are filled: it is as fast as its slowest
-        link, so a ring that leaves the node goes at the network's rate."""
+        """Bytes per second of a ring of `ranks` neighbours: its slowest link decides, so a ring that leaves the node
+        has the network's rate."""
         return self.link if ranks <= self.node else self.network
 
 
@@ -52,18 +52,18 @@ def plan(model: GPTConfig | ForeignModel, ranks: int, device_bytes: float, dtype
     """The whole calculation, as JSON (bytes and seconds); "rows" has an entry for each stage.
 
     Args:
-        speeds: None: those of the paper's V100, in this dtype.
+        speeds: None: those of the paper's V100 in this dtype.
         offloaded: at stages 1 to 3 the ranks' hosts keep and update the optimizer's state.
-        offload: of PLACES: say so beside it, as "offload".
+        offload: one of PLACES: adds "offload" to the result.
         how: the other fields of Work.
-    Raises: ValueError, saying what is accepted, for what cannot be planned.
+    Raises: ValueError, saying what is accepted, if this cannot be planned.
     """
     kind = MeasuredWork if isinstance(model, ForeignModel) else Work
     work = kind(model, batch, dtype, model_parallel, **how)
     check(work, ranks, offloaded or bool(offload))
     speeds, shards = speeds or Speeds.of(PAPERS, dtype), ranks / work.replicate
     rows = [row(stage, work, ranks, device_bytes, speeds, offloaded) for stage in range(4)]
-    whole = math.lcm(work.replicate, work.sequence_parallel)  # groups that keep all, or share a sequence
+    whole = math.lcm(work.replicate, work.sequence_parallel)  # groups that keep all states, or share a sequence
     for each in rows:
         each["fewest_data_parallel_ranks"] = fewest_ranks(each["stage"], work, device_bytes, offloaded)
         for name in ("fewest_data_parallel_ranks", "fewest_data_parallel_ranks_for_states"):
@@ -87,7 +87,7 @@ def plan(model: GPTConfig | ForeignModel, ranks: int, device_bytes: float, dtype
 
 
 def check(work: Work, ranks: int, offloaded: bool) -> None:
-    """Raises: ValueError, saying what is accepted, for what cannot be planned."""
+    """Raises: ValueError, saying what is accepted, if this cannot be planned."""
     config, parallel, together = work.config, work.model_parallel, work.sequence_parallel
     if isinstance(config, ForeignModel):
         if parallel > 1 or work.checkpoints != "whole":
@@ -119,10 +119,10 @@ def check(work: Work, ranks: int, offloaded: bool) -> None:
 
 @exported
 def row(stage: int, work: Work, ranks: int, device_bytes: float, speeds: Speeds, offloaded: bool = False) -> dict:
-    """What a stage needs: model states, the peak of a step, traffic, time. Formulas that a page can have, too
+    """What a stage needs: model states, the peak of a step, traffic, time. These formulas can be exported to a page
     (expressions.py)."""
     shards, elements, dtype = work.shards(ranks), work.parts().whole, work.dtype
-    away = offloaded and stage > 0  # stage 0 has no shards that could leave
+    away = offloaded and stage > 0  # stage 0 has no shards to offload
     kept, gradients, times = work.optimizer_bytes, work.gradient_bytes, work.accumulate
     states = formulas.states_on_device(stage, elements, shards, dtype, away, kept, gradients)
     moment = moments.highest(stage, work, shards, away)
@@ -155,7 +155,7 @@ def row(stage: int, work: Work, ranks: int, device_bytes: float, speeds: Speeds,
 
 
 def fewest_ranks(stage: int, work: Work, device_bytes: float, offloaded: bool = False) -> int | None:
-    """The fewest ranks sharing the states on which all of a step fits; None if no number is enough."""
+    """The fewest ranks that must share the states so that a whole step fits; None if no number is enough."""
     def fits(shards: int) -> bool:
         return moments.highest(stage, work, shards, offloaded and stage > 0).total <= device_bytes
 
@@ -165,9 +165,9 @@ def fewest_ranks(stage: int, work: Work, device_bytes: float, offloaded: bool = 
 
 
 def away(work: Work, ranks: int, device_bytes: float, speeds: Speeds, place: str) -> dict:
-    """What a plan says of offload to this place: {"place", "accumulate", "rows": for each stage 1 to 3 {"stage",
-    "device": of model states, "host", "disk", "to_host", "to_device": of a step, "link_seconds": of both ways at each
-    of LINKS, "together": the peak of a step, "states_fit", "fits", "largest_model": whose states fit}}."""
+    """A plan's part on offload to this place: {"place", "accumulate", "rows": for each stage 1 to 3 {"stage", "device":
+    of model states, "host", "disk", "to_host", "to_device": per step, "link_seconds": of both ways at each of LINKS,
+    "together": the peak of a step, "states_fit", "fits", "largest_model": whose states fit}}."""
     rows = []
     for stage in (1, 2, 3):
         there = row(stage, work, ranks, device_bytes, speeds, offloaded=True)
@@ -188,13 +188,13 @@ def computing(work: Work, speeds: Speeds) -> dict:
     return {
         "matrix_operations": on_weights, "attention_operations": attends,
         "compute_seconds": (on_weights + attends) / rate,
-        "attention_seconds": attends / rate,  # of these; if it is fused, so much again if nothing is skipped
+        "attention_seconds": attends / rate,  # part of these; twice as long if a fused kernel skips nothing
         "operations": speeds.operations, "utilisation": UTILISATION,
     }
 
 
 def waiting(work: Work, speeds: Speeds) -> dict:
-    """What model parallelism and ranks that share sequences send in a step; nothing can be computed meanwhile."""
+    """What model parallelism and ranks that share sequences send in a step, while computation must wait."""
     sent, with_p_a, across = work.sent_meanwhile()
     return {
         "model_parallel_bytes": sent,

@@ -1,8 +1,8 @@
-"""Poster: the course on one page, from what its lessons measured: poster.png and poster.pdf.
+"""Poster: the course on one page, from its lessons' measurements: poster.png and poster.pdf.
 
     python -m zero_minimal poster lessons/10_whole_system
 
-Nothing runs again: it reads the lessons' measured.json and compare.json. Every number in its words is read there, too.
+Nothing runs again: it reads the lessons' measured.json and compare.json, and takes every number in its text from them.
 """
 
 import json
@@ -28,7 +28,7 @@ STEPS = ("no checkpoints", "checkpoints", "P_a")  # of lesson 06, as its page dr
 
 
 def measured(lesson: str) -> dict:
-    """What a lesson measured. Raises: FileNotFoundError if the lessons are not there."""
+    """A lesson's measurements. Raises: FileNotFoundError if the lessons are missing."""
     return json.loads((LESSONS / lesson).read_text(encoding="utf-8"))
 
 
@@ -75,7 +75,7 @@ def trays() -> Panel:
 
 
 def holes() -> Panel:
-    """Memory that is free and cannot be used."""
+    """Free memory that cannot be used."""
     found = measured("08_defragmentation/measured.json")
     failure = found["failure"]
     pair = {name: Recording(unpacked(found["traces"][name]), found["traces"][name]["begins"], [])
@@ -99,7 +99,7 @@ def formulas() -> list[list[str]]:
 
 
 def poster() -> Figure:
-    """The page."""
+    """The whole page."""
     return draw_poster(
         "ZeRO: who holds what, and when", "Ranks that train together need not all hold the same. Each picture is drawn "
         "from a run of this course, on a CPU.",
@@ -112,12 +112,12 @@ def poster() -> Figure:
 def main(arguments: list[str]) -> None:
     """The command: draw, and write both files."""
     parser = Parser(prog="python -m zero_minimal poster",
-                    description="The course on one page of A3, from what its lessons measured.")
+                    description="The course on one A3 page, from its lessons' measurements.")
     parser.add_argument("folder", type=Path, help="where poster.png and poster.pdf are written")
     folder = parser.parse_args(arguments).folder
     if not folder.is_dir():
         parser.error(f"there is no folder {folder}: name one that exists")
     picture = poster()
     picture.savefig(folder / "poster.png", dpi=DOTS["png"])
-    picture.savefig(folder / "poster.pdf", dpi=DOTS["pdf"], metadata={"CreationDate": None})  # the same, each time
+    picture.savefig(folder / "poster.pdf", dpi=DOTS["pdf"], metadata={"CreationDate": None})  # the same file each time
     print(f"poster: {folder / 'poster.png'}, {folder / 'poster.pdf'}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Progress: what a program says on stderr while it works, so that nobody has to wonder whether it does.
+"""Progress: what a program prints on stderr while it works, so that users see that it does.
 
 In a terminal there is a bar. In a pipe or a file, where a bar would be one endless line, there are plain lines: one at
 the start, one at the end, and one every ten seconds in between. Neither has colours or other codes.
@@ -17,11 +17,11 @@ from zero_minimal.processes.interrupts import take_back
 
 EVERY = 10.0  # seconds from line to line
 
-tqdm.set_lock(threading.RLock())  # its own lock, between processes, would outlive a rank and be reported as leaked
+tqdm.set_lock(threading.RLock())  # tqdm's lock between processes would outlive a rank and be reported as leaked
 
 
 def announce(words: str) -> None:
-    """Say what is about to take a while. In a terminal what is said next, by any rank, takes its place."""
+    """Announce work that takes a while. In a terminal, the next message of any rank replaces this one."""
     if sys.stderr.isatty():
         take_back()
         print(words[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
@@ -31,7 +31,7 @@ def announce(words: str) -> None:
 
 @contextlib.contextmanager
 def meanwhile(words: str) -> Iterator[None]:
-    """Context in which this is done, with the line of a terminal clear again at its end."""
+    """A context that announces its work, and clears the terminal's line at its end."""
     announce(words)
     try:
         yield
@@ -41,7 +41,7 @@ def meanwhile(words: str) -> Iterator[None]:
 
 def bar(steps: Iterable | None = None, *, name: str, total: int, unit: str = "step",
         shown: bool = True) -> "Bar | Lines":
-    """Something to iterate over, or to update(), that shows how far the work is. shown: on one rank, say."""
+    """An object to iterate over, or to update(), that shows progress. shown: for example on one rank only."""
     if shown:
         take_back()
     if shown and not sys.stderr.isatty():
@@ -50,15 +50,15 @@ def bar(steps: Iterable | None = None, *, name: str, total: int, unit: str = "st
 
 
 class Bar(tqdm):
-    """tqdm's, with one word for a note beside it."""
+    """tqdm's bar, with a method for a note after it."""
 
     def note(self, words: str) -> None:
-        """What stands behind the bar from its next step on."""
+        """Set the text after the bar, from its next step on."""
         self.set_postfix_str(words, refresh=False)
 
 
 class Lines:
-    """The same for a pipe."""
+    """The same as plain lines, for a pipe."""
 
     def __init__(self, steps: Iterable | None, name: str, total: int, unit: str):
         self.steps, self.name, self.total, self.unit = steps, name, total, unit
@@ -79,25 +79,25 @@ class Lines:
         self.close()
 
     def update(self, count: int = 1) -> None:
-        """So much more is done."""
+        """`count` more steps are done."""
         self.done += count
         if time.monotonic() - self._at > EVERY:
             self._say()
 
     def note(self, words: str) -> None:
-        """What the lines from now on end with."""
+        """Set the end of later lines."""
         self.words = words
 
     def set_description(self, name: str) -> None:
-        """What the lines from now on begin with."""
+        """Set the beginning of later lines."""
         self.name = name
 
     def write(self, text: str, file=None) -> None:
-        """Print something else meanwhile."""
+        """Print other text meanwhile."""
         print(text, file=file or sys.stdout, flush=True)
 
     def close(self) -> None:
-        """Say how far it came, if no line has yet."""
+        """Print the final progress, unless a line already has."""
         if self._said != self.done:
             self._say()
 

@@ -1,9 +1,9 @@
-"""Reading: the figures and the pictures of lesson 11's page: every card at the page's setting, on real ranks.
+"""Reading: figures and pictures of lesson 11's page: every card at the page's setting, on real ranks.
 
     python -m zero_minimal.programs.reading lessons/11_reading_critically
 
-writes measured.json into that folder, and from it card.png and verdicts.png. Verdicts and numbers do not depend on how
-busy the machine is; the seconds beside them do.
+writes measured.json into that folder, and from it card.png and verdicts.png. Verdicts and numbers do not depend on the
+machine's load; the seconds do.
 """
 
 import time
@@ -24,8 +24,8 @@ EXAMPLE = 3  # the card that is drawn
 
 
 def meters_shown(setting: Setting) -> list[float]:
-    """In a rank: what a meter shows, in MB, after stage 0, after stage 3, and after stage 3 once more when it was
-    reset."""
+    """Run in a rank: what a meter shows, in MB, after stage 0, after stage 3, and after another stage 3 with a reset
+    meter."""
     with ranks.start() as rank:
         lab = Lab(setting, rank)
         shown = [lab.train(0).peak, lab.train(3).peak]
@@ -34,8 +34,8 @@ def meters_shown(setting: Setting) -> list[float]:
 
 
 def measure() -> dict:
-    """{"ranks", "setting", "cards": [a card's words, its "verdict", its number as "value", "seconds"], "meter": what
-    meters_shown() gave}."""
+    """{"ranks", "setting", "cards": [a card's words, its "verdict", its number as "value", "seconds"], "meter": the
+    result of meters_shown()}."""
     cards = []
     with progress.bar(name="lesson 11", total=len(CARDS) + 1, unit="card") as bar:
         for number in sorted(CARDS):
@@ -52,7 +52,7 @@ def measure() -> dict:
 
 
 def pictures(measured: dict) -> dict[str, Figure]:
-    """The page's pictures by their names, from what measure() gave."""
+    """The page's pictures by name, from the result of measure()."""
     (card,) = (card for card in measured["cards"] if card["card"] == EXAMPLE)
     names = ("stage 0, first", "stage 3, after it", "stage 3, meter reset")
     bars = list(zip(names, measured["meter"], (True, True, False), strict=True))
@@ -61,7 +61,7 @@ def pictures(measured: dict) -> dict[str, Figure]:
 
 
 def table(measured: dict) -> str:
-    """Verdicts and numbers."""
+    """A table of verdicts and numbers."""
     lines = [["card", "verdict", "number", "seconds"]]
     for card in measured["cards"]:
         lines.append([str(card["card"]), card["verdict"], valued(card), f"{card['seconds']:.1f}"])

@@ -1,10 +1,10 @@
-"""Record: what a learner has done so far, in one file at the top of the checkout: guesses, and points by step.
+"""Record: a learner's guesses, and points by step, in one file at the top of the checkout.
 
     record.add_guess("03_gradients", "MB of gradients on rank 0?", 24, 12.3, unit="MB")
-    record.add_points("03_gradients", {2: 20}, of={1: 40, 2: 25, 3: 20, 4: 15})     # step 2 alone was looked at
+    record.add_points("03_gradients", {2: 20}, of={1: 40, 2: 25, 3: 20, 4: 15})     # only step 2 was graded
 
 The file is .progress.json, which git ignores. ZERO_PROGRESS=FILE names another one, and ZERO_PROGRESS= keeps nothing.
-Nothing here fails for who calls it: where the file cannot be written, one line on stderr says so, once.
+No function here raises if the file cannot be written: one line on stderr says so, once.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ PATIENCE = 5.0  # seconds to wait while another process writes
 
 @dataclass
 class Guess:
-    """What was guessed before a run, and what the run measured."""
+    """A guess before a run, and the run's measurement."""
 
     guess: float
     measured: float
     unit: str
-    at: str  # when: date and time, ISO 8601
+    at: str  # date and time, ISO 8601
 
 
 @dataclass
@@ -48,16 +48,16 @@ class Mark:
 
 @dataclass
 class Lesson:
-    """What has been done in one lesson."""
+    """A learner's record of one lesson."""
 
     guesses: dict[str, list[Guess]] = field(default_factory=dict)  # by question, the first guess first
     steps: dict[int, Mark] = field(default_factory=dict)
-    whole: Mark | None = None  # of grades that looked at every step
-    together: Mark | None = None  # the last points of all steps added up, whichever grade each is of
+    whole: Mark | None = None  # of grades of all steps
+    together: Mark | None = None  # the sum of all steps' last points, from any grades
 
 
 def add_guess(lesson: str, question: str, guess: float, measured: float, unit: str = "") -> None:
-    """Keep a guess, in the unit of what was measured. The same guess again is no second one; nan and inf are none."""
+    """Record a guess, in the unit of the measurement. A repeated guess counts once; nan and inf are ignored."""
     new = Guess(float(guess), float(measured), unit, _now())
 
     def add(lessons: dict[str, Lesson]) -> None:
@@ -70,11 +70,11 @@ def add_guess(lesson: str, question: str, guess: float, measured: float, unit: s
 
 
 def add_points(lesson: str, points: dict[int, float], of: dict[int, float]) -> None:
-    """Keep the points of a grade.
+    """Record the points of a grade.
 
     Args:
-        points: step: points, of the steps that were looked at.
-        of: step: its points at most, of all steps of the lesson.
+        points: {step: points} of the graded steps.
+        of: {step: maximum points} of all steps of the lesson.
     """
 
     def add(lessons: dict[str, Lesson]) -> None:
@@ -90,7 +90,7 @@ def add_points(lesson: str, points: dict[int, float], of: dict[int, float]) -> N
 
 
 def read() -> dict[str, Lesson]:
-    """What is kept, by lesson; {} if nothing is."""
+    """The record, by lesson; {} if there is none."""
     file = place()
     try:
         if file is not None:
@@ -102,12 +102,12 @@ def read() -> dict[str, Lesson]:
 
 
 def place() -> Path | None:
-    """The file, None if nothing is to be kept."""
+    """The file, None if nothing is kept."""
     named = os.environ.get("ZERO_PROGRESS")
-    if named is None:  # installed somewhere else there is no checkout
+    if named is None:  # an installed package has no checkout
         named = HOUSE / NAME if (HOUSE / "lessons").is_dir() else ""
     file = Path(named).resolve() if named else None
-    if file and file.exists() and not file.is_file():  # os.replace would put a file in the place of /dev/null
+    if file and file.exists() and not file.is_file():  # os.replace would replace even /dev/null by a file
         return None
     return file
 
@@ -127,7 +127,7 @@ def _now() -> str:
 
 
 def _change(change: Callable[[dict[str, Lesson]], None]) -> None:
-    """Read what is kept, change it, write it; nobody else does so meanwhile."""
+    """Read the record, change it and write it, while other processes are locked out."""
     file = place()
     if file is None:
         return
@@ -141,7 +141,7 @@ def _change(change: Callable[[dict[str, Lesson]], None]) -> None:
 
 
 def _write(file: Path, lessons: dict[str, Lesson]) -> None:
-    """Beside it first, then in its place at once: whoever reads finds the old or the new one, and each is whole."""
+    """Write another file, then rename it: a reader finds either the old or the new one, and it is complete."""
     beside = file.with_name(f"{file.name}.{os.getpid()}")
     entries = {name: dataclasses.asdict(lesson) for name, lesson in lessons.items()}
     try:
@@ -153,12 +153,12 @@ def _write(file: Path, lessons: dict[str, Lesson]) -> None:
 
 
 def _load(file: Path) -> dict[str, Lesson]:
-    """Where it is broken it is set aside, not lost. Raises: OSError if it cannot be read."""
+    """Load the record. A broken file is renamed, not lost. Raises: OSError if it cannot be read."""
     try:
         return {name: _lesson(entry) for name, entry in json.loads(file.read_text())["lessons"].items()}
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, TypeError, AttributeError):  # UnicodeDecodeError too
+    except (ValueError, KeyError, TypeError, AttributeError):  # including UnicodeDecodeError
         number = 1
         while (aside := file.with_name(f"{file.name}.broken-{number}")).exists():
             number += 1
@@ -173,7 +173,7 @@ def _lesson(entry: dict) -> Lesson:
         {question: [Guess(**guess) for guess in made] for question, made in entry["guesses"].items()},
         {int(step): Mark(**mark) for step, mark in entry["steps"].items()},
         entry["whole"] and Mark(**entry["whole"]),
-        Mark(**entry["together"]) if entry.get("together") else None,  # a file of before has none
+        Mark(**entry["together"]) if entry.get("together") else None,  # older files have none
     )
     marks = [*lesson.steps.values(), *filter(None, [lesson.whole, lesson.together])]
     guesses = [guess for made in lesson.guesses.values() for guess in made]
@@ -187,7 +187,7 @@ def _lesson(entry: dict) -> Lesson:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Context in which no other process changes the file. The lock is its folder's: the file itself is replaced.
+    """A context in which no other process changes the file. It locks the folder, since the file itself is replaced.
 
     Raises: OSError if it stays locked.
     """
@@ -201,7 +201,7 @@ def _locked(file: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_UN)  # a process forked meanwhile would hold it on
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a process forked meanwhile would keep the lock
         os.close(folder)
 
 
@@ -210,7 +210,7 @@ def _lock(folder: int) -> bool:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: as good as it gets
+    except OSError:  # a file system without locks: continue without
         return True
     return True
 

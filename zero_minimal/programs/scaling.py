@@ -1,12 +1,12 @@
-"""Scaling: what the benchmark measures, and where: models by name, and sweeps over ranks, sizes and sequence lengths.
+"""Scaling: the points that the benchmark measures: models by name, and sweeps over ranks, sizes and sequence lengths.
 
-A point is a model on so many ranks, measured once for every contender. A sweep is a row of points:
+A point is a model on a number of ranks, measured once for every contender. A sweep is a row of points:
 
-    ranks       1, 2 and 4. Weak: each rank keeps its batch, so that the work grows; ideal is the same time.
-                Strong: all ranks together keep theirs, so that a rank's work shrinks; ideal is 1/N of the time
+    ranks       1, 2 and 4. Weak: each rank keeps its batch, so the total work grows; ideally the time stays the same.
+                Strong: the total batch stays the same, so a rank's work shrinks; ideally the time is 1/N
     size        5M to 100M parameters
     sequence    64 to 512 tokens
-    link        between two nodes, as fast as you say
+    link        the link between two nodes, at the given speeds
 """
 
 import argparse
@@ -28,15 +28,15 @@ RANKS, SEQUENCES = (1, 2, 4), (64, 128, 256, 512)
 
 @dataclass(frozen=True)
 class Point:
-    """A model on so many ranks; `sweeps` names the curves it is on: "size", "sequence", "weak", "strong", "link", or ""
-    for none."""
+    """A model on `ranks` ranks; `sweeps` names its curves: "size", "sequence", "weak", "strong", "link", or "" for
+    none."""
 
     ranks: int
     model: str
     settings: Settings
     sweeps: tuple[str, ...] = ("",)
     link: str = ""  # between two nodes, as two_nodes.bits reads it; "": all ranks on one machine
-    bucket_mb: int | None = None  # MiB of everybody's buckets; None: each its own
+    bucket_mb: int | None = None  # MiB of all contenders' buckets; None: each has its own
 
     def describe(self) -> str:
         """In a few words, for progress and titles."""
@@ -46,17 +46,17 @@ class Point:
 
     @property
     def options(self) -> dict:
-        """For the class of a contender."""
+        """Options for a contender's class."""
         return {} if self.bucket_mb is None else {"bucket_bytes": self.bucket_mb * 2**20}
 
 
 def points(
     models: list[str], ranks: int, settings: Settings, sweeps: list[str], links: Sequence[str] = ()
 ) -> list[Point]:
-    """What to measure: the models as they are, or, if sweeps are named, the first of them along each sweep;
+    """The points to measure: the models as they are, or, if sweeps are named, only the first model along each sweep;
     all of them behind each of these links.
 
-    A point that lies on several curves is there once. Raises ValueError if a batch does not divide for strong scaling.
+    A point on several curves occurs once. Raises ValueError if a batch is not divisible for strong scaling.
     """
     if links:
         curve = ("link",) if len(links) > 1 else ("",)
@@ -89,7 +89,7 @@ def of_size(settings: Settings, model: str) -> Settings:
 
 
 def shape(model: str) -> tuple[int, int]:
-    """(layers, hidden) of a model: a name of MODELS, or in figures, "6x384"; the type of a flag."""
+    """(layers, hidden) of a model: a name of MODELS, or numbers such as "6x384"; the type of a flag."""
     if model in MODELS:
         return MODELS[model]
     layers, x, hidden = model.partition("x")

@@ -1,5 +1,5 @@
-"""Setting: the sizes, the seed and the questions that a claim is examined with. They are drawn, so that a figure out of
-a text fits only by chance."""
+"""Setting: the sizes, the seed and the questions for examining a claim. They are drawn at random, so that a copied
+figure fits only by chance."""
 
 import random
 from dataclasses import dataclass
@@ -9,24 +9,24 @@ from zero_minimal.paper import published
 
 @dataclass(frozen=True)
 class Setting:
-    """What a Lab works with, as lab.seed, lab.layers and so on.
+    """The values of a Lab: lab.seed, lab.layers and so on.
 
-    The first part is for what really runs here, the second for what is simulated or computed, the third says which of
-    the paper's figures is asked for.
+    The first part is for real runs here, the second for simulated or computed ones, the third selects a figure of the
+    paper.
     """
 
-    # a GPT that is trained on the ranks that are there
+    # a GPT that is trained on real ranks
     seed: int = 0
     layers: int = 3
     hidden: int = 96
     heads: int = 4
     sequence: int = 16
-    batch: int = 2  # sequences of a rank and step
+    batch: int = 2  # sequences per rank and step
     steps: int = 12
 
-    # a model and a machine that are not here
+    # a model and a machine that are only simulated
     parameters: int = 7_000_000_000  # Ψ
-    devices: int = 8  # N, on which it is trained
+    devices: int = 8  # N, the devices that train it
     model_parallel: int = 4  # M of them share a model
     sequences: int = 32  # in a batch of that model
     tokens: int = 2048  # in each of them
@@ -41,12 +41,12 @@ class Setting:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Three: one alone could be chance."""
+        """Three seeds, as the result of one could be chance."""
         return self.seed, self.seed + 1, self.seed + 2
 
 
 def draw(seed: str | int) -> Setting:
-    """A setting, the same for the same seed wherever it is drawn. No question is one of the usual setting's."""
+    """A setting that depends only on the seed. Its questions differ from those of the default setting."""
     dice = random.Random(f"setting {seed}")
     return Setting(
         seed=dice.randrange(10_000), layers=dice.choice((2, 3, 4)), hidden=dice.choice((80, 112, 128)),

@@ -28,7 +28,7 @@ from zero_minimal.workload.settings import Parser, positive
 
 
 def describe(simulation: Simulation) -> str:
-    """Ledger beside formula, the peak and what is alive there, traffic; at most 80 columns wide."""
+    """Ledger and formula, the peak and what is alive there, traffic; at most 80 columns wide."""
     result = simulation.report
     memory = result["memory"]
     parts = [
@@ -45,7 +45,7 @@ def describe(simulation: Simulation) -> str:
 
 
 def heading(result: dict) -> str:
-    """Which rank, of which model."""
+    """The rank and its model."""
     case, parallel = result["settings"], result["model_parallel"]
     model, of, whole, share = case["model"], f"N = {plural(result['ranks'], 'rank')}", "Ψ = ", ""
     if parallel > 1:
@@ -62,7 +62,7 @@ def heading(result: dict) -> str:
 
 
 def bucket_note(result: dict) -> str:
-    """How large buckets are, and why."""
+    """The size of buckets, and the reason."""
     size = size_text(result["bucket_bytes"])
     if result["config"]:
         return paragraph(f"Buckets of {size}; where C_B keeps two for all, these do not grow with the model.")
@@ -74,8 +74,8 @@ def bucket_note(result: dict) -> str:
 
 
 def traffic_lines(result: dict) -> list[str]:
-    """What a ring sends in a step, beside the formulas, and which collectives there are. A system of somebody's own has
-    no formula."""
+    """What a ring sends in a step, with the formulas, and a step's collectives. A learner's own system has no
+    formula."""
     traffic, stage = result["traffic"], result["stage"]
     own = not result["config"] and result["name"] != f"stage {stage}"
     parallel = (f"; of model parallelism's blocks: {size_text(traffic['model_parallel_theory_bytes'], 4)}"
@@ -88,7 +88,7 @@ def traffic_lines(result: dict) -> list[str]:
 
 
 def _state_rows(result: dict) -> list[list[str]]:
-    """What the rank holds."""
+    """Rows on what the rank holds."""
     memory, theory, padding = (result[part] for part in ("memory", "theory", "padding"))
     unit, scale = size_unit(max(theory.values()))
     rows = [[f"{unit} of this rank", "ledger", "formula", "", "padding, B", "unexplained, B"]]
@@ -102,7 +102,7 @@ def _state_rows(result: dict) -> list[list[str]]:
 
 
 def _host_rows(result: dict) -> list[list[str]]:
-    """What an offloaded rank's host keeps, and what crosses the bus to it and back."""
+    """Rows on what an offloaded rank's host keeps, and what crosses the bus in each direction."""
     parts = report.of_host(result, result["parameters_of_rank"], result["ranks"] // result["model_parallel"])
     unit, scale = size_unit(max(measured for _, measured, *_ in parts))
     return [[f"{unit} of its host", "counted", "formula", "", "padding, B", "unexplained, B"],
@@ -122,14 +122,14 @@ def _living_lines(groups: list[Living], most: int = 6) -> list[str]:
     return lines + ([f"  {size_text(rest, 4):>9}  in smaller ones"] if rest else [])
 
 
-# ------------------------------------------------------------------------------------------- a stage of somebody's own
+# ----------------------------------------------------------------------------------------------- a learner's own stage
 
 
 def read_system(path: str) -> tuple[str, Callable]:
-    """(its name, build(model, group, budget)) of a file, which is run. It has a function `build`, or a single class
-    with step() and zero_grad(), which is called as StageN is: Class(model, AdamW, group=…, **options).
+    """Run a file; return (its name, build(model, group, budget)). The file has a function `build`, or a single class
+    with step() and zero_grad(), which is called like a stage: Class(model, AdamW, group=…, **options).
 
-    Raises: ValueError, in one sentence, for a file that is neither.
+    Raises: ValueError, in one sentence, for a file that has neither.
     """
     file = Path(path)
     if not file.is_file():
@@ -141,7 +141,7 @@ def read_system(path: str) -> tuple[str, Callable]:
     spec = importlib.util.spec_from_loader(file.stem, loader=None, origin=str(file))
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(file)
-    sys.modules.setdefault(file.stem, module)  # dataclasses look there
+    sys.modules.setdefault(file.stem, module)  # dataclasses look it up there
     exec(compile(text, str(file.resolve()), "exec"), vars(module))
     return file.stem, build_of(module, path)
 
@@ -201,28 +201,28 @@ def parser() -> Parser:
     add_flags(result, picture="memory over the steps")
     add = result.add_argument
     add("--stage", default="3", metavar="0…3|FILE.py",
-        help="default: 3; a file: with build(model, group, budget), or with a class used like Stage3")
+        help="default: 3; or a file with build(model, group, budget), or with a class used like Stage3")
     add("--config", default="", choices=tuple(CONFIGS), metavar="C1…C5",
         help="instead of a stage: a system of zero_100b.py")
     add("--offload", default="", metavar="cpu", help="masters, optimizer state and the update on the rank's host, at "
         "stages 1 to 3")
     add("--rank", type=int, default=0, help="which rank to be (default: 0)")
     add("--bucket-mb", type=positive, metavar="MIB",
-        help=f"size of the buckets (default: 4, or as large as makes {BUCKETS}; a config's: 64)")
-    add("--budget-memory", type=size, metavar="SIZE", help="a file's budget.memory, 10GB say")
+        help=f"size of the buckets (default: 4, or larger for at most {BUCKETS}; in a config: 64)")
+    add("--budget-memory", type=size, metavar="SIZE", help="a file's budget.memory, e.g. 10GB")
     add("--budget-sent", type=size, metavar="SIZE", help="a file's budget.sent")
     return result
 
 
 def place_of(error: ValueError, path: str) -> str:
-    """In which line of the file it was raised: "line 20 of system.py: ". "" if in none."""
+    """The line of the file that raised the error: "line 20 of system.py: ", or ""."""
     file = str(Path(path).resolve())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"line {lines[-1]} of {path}: " if lines else ""
 
 
 def watched(case: Case) -> Simulation:
-    """The simulation, with a bar that says which phase it is in."""
+    """Simulate, with a progress bar that names the current phase."""
     with progress.bar(name="simulate", total=len(phases(case)), unit="phase") as bar:
         def tell(phase: str) -> None:
             bar.note(phase)

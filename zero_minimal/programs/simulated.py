@@ -1,7 +1,7 @@
-"""Simulated: a simulation asked for by a rank.
+"""Simulated: a simulation that a rank requests.
 
-A simulation makes ranks of its own, and a process belongs to one world only. So a process beside rank 0
-(offloading/host_process.py) runs it, and all ranks get what came of it. Without ranks it runs right here.
+A simulation makes its own ranks, and a process can belong to only one world. So rank 0 starts another process
+(offloading/host_process.py), which runs it, and all ranks get its result. Without ranks it runs in this process.
 """
 
 import gc
@@ -18,20 +18,20 @@ from zero_minimal.programs.cases import Case
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPTConfig
 
-SMALL_BUCKET, BUCKETS = 4 * 2**20, 32  # bytes; how many at most, for many take long
-ENDLESS = 2**62  # bytes of a device that is never full
+SMALL_BUCKET, BUCKETS = 4 * 2**20, 32  # bytes; at most this many, as many take long
+ENDLESS = 2**62  # bytes of an unlimited device
 OF_CASE = ("batch", "dtype", "model_parallel", "config", "offload", "bucket_bytes", "steps")
 OF_MODEL = ("parameters", "layers", "hidden", "heads", "vocabulary", "sequence", "recompute")
-_host: Host | None = None  # of this process
+_host: Host | None = None  # of this process, if started
 
 
 def on_first_rank(stage: int, ranks: int, small: dict, options: dict) -> dict:
-    """What came of a case: the fields of a Run. All ranks must call this.
+    """The result of a case: the fields of a Run. All ranks must call this.
 
     Args:
-        small: layers, hidden, heads of the model, where options do not say.
-        options: of OF_CASE and OF_MODEL, and cached=True: replay its allocations, too.
-    Raises: ValueError, on all ranks, for what cannot be simulated.
+        small: layers, hidden, heads of the model, if not in options.
+        options: from OF_CASE and OF_MODEL; cached=True also replays its allocations.
+    Raises: ValueError, on all ranks, if this cannot be simulated.
     """
     case, cached = case_of(stage, ranks, small, options), options.get("cached", False)
     if not dist.is_initialized():
@@ -44,7 +44,7 @@ def on_first_rank(stage: int, ranks: int, small: dict, options: dict) -> dict:
 
 
 def _beside() -> Host:
-    """The process beside this rank. It is started once: what it imports takes longer than a small simulation."""
+    """This rank's process for simulations. It is started once: its imports take longer than a small simulation."""
     global _host
     if _host is None or _host.ended or _host.gone.is_set() or _host.pid != os.getpid():
         _host = Host(serve, 0, torch.device("cpu"), None)
@@ -52,7 +52,7 @@ def _beside() -> Host:
 
 
 def case_of(stage: int, ranks: int, small: dict, options: dict) -> Case:
-    """Raises: ValueError for an option that is not there, and for what cannot be simulated."""
+    """The Case of these options. Raises: ValueError for an unknown option, or if it cannot be simulated."""
     unknown = set(options) - {*OF_CASE, *OF_MODEL, "cached"}
     if unknown:
         raise ValueError(f"simulate() has no {', '.join(sorted(unknown))}: it has {', '.join(OF_CASE + OF_MODEL)}")
@@ -77,7 +77,7 @@ def case_of(stage: int, ranks: int, small: dict, options: dict) -> Case:
 
 
 def figures(case: Case, cached: bool) -> dict:
-    """Run it. Returns the fields of a Run."""
+    """Run a case; return the fields of a Run."""
     run = simulate(case)
     found, memory = run.report, run.report["memory"]
     backward = dict(run.phases)[f"backward {case.steps}"]
@@ -94,7 +94,7 @@ def figures(case: Case, cached: bool) -> dict:
 
 
 def serve(bus: Bus) -> None:
-    """What the process beside the rank does."""
-    gc.freeze()  # the ledger looks through all objects for tensors, and those of libraries hold none
+    """The work of the process for simulations."""
+    gc.freeze()  # the ledger searches all objects for tensors; those of libraries hold none
     while (parcel := bus.receive()).words[0] != "end":
         bus.send((figures(*parcel.words[1:]),))

@@ -1,18 +1,17 @@
-"""Simulation: the stages' own code, as one rank of many, on tensors without memory.
+"""Simulation: runs the stages' own code as one rank of many, on tensors without memory.
 
-Nothing here knows how a stage works. Model, stage, optimizer and autograd run as in training; only tensors have no
-values (paper/fakes.py), and the ranks are torch's "fake" backend: a group of 1024 whose collectives return at
+This file does not know how a stage works. Model, stage, optimizer and autograd run as in training; only tensors have no
+values (paper/fakes.py), and the ranks use torch's "fake" backend: a group of, say, 1024, whose collectives return at
 once.
 
-The memory ledger counts each storage as what it stands for, as in a real run. So the bytes are those of the running
-code, not of a formula; a test holds them to the byte against real ranks. What has no value, such as a loss, is null.
+The memory ledger counts each fake storage as the real one that it represents. So the bytes come from the running code,
+not from a formula; a test shows that real ranks have the same, to the byte. Values, such as a loss, are null.
 
 An offloaded rank has its host in this process, and the two take turns (offloading/simulated_host.py). The ledger
-looks away while the host works; what it keeps is what it says itself, and the bus counts what crosses, as in a real
-run.
+ignores the host's work; the host itself reports what it keeps, and the bus counts what crosses, as in a real run.
 
-Not simulated: the search for infinities in fp16's gradients, which would read them; NCCL's own buffers, workspaces of
-kernels, what an allocator loses to fragmentation. Attention is torch's fused kernel, which keeps no matrix of scores.
+Not simulated: the search for infinities in fp16 gradients, which would read values; NCCL's own buffers, workspaces of
+kernels, and fragmentation. Attention is torch's fused kernel, which keeps no matrix of scores.
 """
 
 import contextlib
@@ -50,7 +49,7 @@ from zero_minimal.workload.settings import DTYPES
 
 
 class Living(NamedTuple):
-    """Storages of one category and size that live at the same moment."""
+    """Storages of one category and size that are alive at the same moment."""
 
     category: str
     bytes: int  # of each
@@ -59,24 +58,24 @@ class Living(NamedTuple):
 
 @dataclass
 class Simulation:
-    """What came of it: the report (the JSON object of the README), and what memory did, moment by moment."""
+    """The result: the report (the JSON object of the README), and the memory at each moment."""
 
     report: dict
     timeline: list[Moment]
-    phases: list[tuple[str, float]]  # name, and the seconds at which it begins, as in the timeline
+    phases: list[tuple[str, float]]  # name, and the seconds of its start in the timeline
     at_peak: list[Living]  # the largest first
-    trace: list[Event]  # allocations and frees on the device: what meters/allocator.py replays
+    trace: list[Event]  # allocations and frees on the device, for meters/allocator.py
 
 
 def simulate(case: Case, tell: Callable[[str], None] = lambda phase: None, around=None) -> Simulation:
     """Run the case; tell(name) is called as each of its phases() begins.
 
-    around: a function(model, zero) that returns a context for the steps, in which more may be watched.
-    Raises: RuntimeError in a process whose process group is up already.
+    around: a function(model, zero) that returns a context for the steps, for further measurements.
+    Raises: RuntimeError in a process that already has a process group.
     """
     if dist.is_initialized():
         raise RuntimeError("a simulation makes ranks of its own: call it where no process group is up")
-    check_element_wise(AdamW, OPTIONS)  # with values, before there are none
+    check_element_wise(AdamW, OPTIONS)  # while tensors still have values
     dist.init_process_group("fake", rank=case.rank, world_size=case.ranks, store=FakeStore())
     try:
         run = _Run(case, tell, around)
@@ -93,12 +92,12 @@ class _Run:
         self.case, self.tell, self.phases = case, tell, []
         self.ledger, self.meter = Ledger(), TrafficMeter()
         mesh = make_mesh(case.model_parallel)
-        # here device and host are one: what is kept on the host is called "other", which nothing else is
+        # device and host share one memory here: the category "other" is used only for host memory
         elsewhere = host.announced(lambda kept: self.ledger.claim(kept, "other"))
         beside_it = simulated_host.instead_of_processes(HostState)
         with torch.enable_grad(), without_values(), self.ledger, elsewhere, beside_it as hosts:
             somebody = torch.nn.Module()
-            self.ledger.watch(somebody)  # so that what has no owner yet counts as a temporary buffer
+            self.ledger.watch(somebody)  # so that tensors without an owner count as temporary buffers
             self._construct(mesh)
             self.ledger.watch(self.model, self.zero, *filter(None, [self.system]))
             self.bus = None
@@ -111,13 +110,13 @@ class _Run:
                         self._step(step)
                         self.states = self.ledger.states()
             self.timeline = self.ledger.timeline
-            # last, since for the answer all comes back that is on its way
+            # last, since this waits for all pending transfers
             self.away = self.bus.report(self.states) | {"resident": None} if self.bus else {}
-            self.kept_by_hosts = sum(each.kept_bytes() for each in hosts)  # also of one that zero does not show
+            self.kept_by_hosts = sum(each.kept_bytes() for each in hosts)  # also of hosts that zero does not show
 
     @contextlib.contextmanager
     def _metered(self):
-        """Around the step whose traffic is reported."""
+        """A context around the step whose traffic is reported."""
         with self.meter, self.bus.step() if self.bus else contextlib.nullcontext():
             yield
 
@@ -136,7 +135,7 @@ class _Run:
                 self.system = System(case.config, case.model, mesh, case.batch, dtype, device, AdamW, **options)
                 self.model, self.zero = self.system.model, self.system
                 return
-            # stage 3 builds it unit by unit, and so must a system of one's own
+            # stage 3 builds it unit by unit, and so must a learner's own system
             with torch.device("meta" if case.stage == 3 or case.build else "cpu"):
                 self.model = build_model(case, mesh)
             self._phase("stage")
@@ -148,7 +147,7 @@ class _Run:
             self.zero = stage(self.model, AdamW, group=group, **options)
 
     def _step(self, number: int) -> None:
-        """A training step; at its end the gradients are still there."""
+        """A training step, which keeps the gradients."""
         case, scaler = self.case, LossScaler()
         self._phase(f"forward {number}")
         self.zero.zero_grad()
@@ -227,7 +226,7 @@ class _Run:
         }
 
     def since(self, phase: str) -> list[Moment]:
-        """The moments from the beginning of a phase on, and the last one before it: that is what it begins with."""
+        """The moments from the start of a phase on, and the last one before, its initial state."""
         start = dict(self.phases)[phase]
         first = next((index for index, moment in enumerate(self.timeline) if moment.seconds > start), 1)
         return self.timeline[max(0, first - 1):]
@@ -244,7 +243,7 @@ class _Run:
         return [name for name, start in self.phases if start < moment.seconds or start == 0.0][-1]
 
     def host_bytes(self) -> int:
-        """The most that lay in host memory at a time: "other" that was not there before."""
+        """The peak of host memory: "other" that did not exist before."""
         alive, most, strangers = 0, 0, set()
         for event in self.ledger.trace:
             if event.what.startswith("alive already"):
@@ -255,12 +254,12 @@ class _Run:
         return most
 
     def on_device(self) -> list[Event]:
-        """The ledger's trace, without what lies elsewhere."""
+        """The part of the ledger's trace that is on the device."""
         return [event for event in self.ledger.trace
                 if event.storage.device.type != "meta" and event.storage.category != "other"]
 
     def living_at(self, peak: Moment) -> list[Living]:
-        """What is alive at this moment, alike storages counted together, the most bytes first."""
+        """What is alive at this moment, grouped by category and size, the most bytes first."""
         index = next(index for index, moment in enumerate(self.timeline) if moment is peak)
         counted = [event for event in self.ledger.trace if event.storage.device.type != "meta"]
         alive: Counter = Counter()
@@ -272,7 +271,7 @@ class _Run:
 
 
 def on_device(moment: Moment) -> int:
-    """Bytes alive, without "other": what was there before the simulation, and host memory."""
+    """Bytes alive, without "other": what existed before the simulation, and host memory."""
     return moment.total - moment.bytes["other"]
 
 
@@ -289,5 +288,5 @@ def build_model(case: Case, mesh: Mesh) -> torch.nn.Module:
     if case.model.recompute:
         for block in model.blocks:
             block.forward = functools.partial(checkpoint, block.inside, use_reentrant=False)
-    model.initialise = lambda module: None  # stage 3 would let it draw values, and there are none
+    model.initialise = lambda module: None  # stage 3 would make it draw values, which do not exist
     return model

@@ -1,16 +1,16 @@
-"""System rules: what a system of part B must keep to before its bytes count.
+"""System rules: the rules that a system of part B must follow before its bytes count.
 
-A small twin of the track's model is trained by it on real ranks, 3 of them or 2 × 2, for two budgets each; and the
-same twin on simulated ones. It is legal if
+It trains a small twin of the track's model on real ranks, 3 or 2 × 2, for two budgets each, and on simulated ranks. It
+is legal if
 
     it learns       losses of all steps are those of stage 0, bit for bit
     it is ZeRO      optimizer state is 1/N on each rank, with padding
-    it conducts     all ranks of a group start the same collectives, in the same order, and send as much in each step
-    it stays        a later step holds no more than the one before, and at its end nothing is left that was not there
-    it is itself    real ranks hold and send what simulated ones do, by the same lines of the file (system_watch.py)
+    it conducts     all ranks of a group start the same collectives in the same order, and each step sends the same
+    it stays        a step holds no more than the previous one, and leaves nothing new behind
+    it is itself    real ranks hold and send what simulated ones do, with the same lines of the file (system_watch.py)
 
-Whoever judges runs two functions where the submission may run, and believes their plain numbers: `simulated_runs` in a
-process without ranks, then `real_runs` on the twin's ranks; `faults` compares.
+The judge runs two functions in the sandbox and uses their plain numbers: `simulated_runs` in a process without ranks,
+then `real_runs` on the twin's ranks; `faults` compares them.
 """
 
 import functools
@@ -42,13 +42,13 @@ from zero_minimal.workload.model import GPT, GPTConfig
 
 STEPS = 3
 STATES = ("parameters", "gradients", "optimizer")
-OPTIONS = dict(lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-3, fused=True)  # eps: the gradients' size shows
+OPTIONS = dict(lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-3, fused=True)  # large eps: gradient scale matters
 SMALL = GPTConfig(layers=2, hidden=64, heads=4, sequence=16, vocabulary=212, dropout=0.0, recompute=True)
-SHARES = (0.95, 1.6)  # of what the twin needs, and of the least it can send: its budgets
+SHARES = (0.95, 1.6)  # budgets, as shares of what the twin needs, or must send at least
 
 
 def twins(track: Track) -> list[Track]:
-    """The track with a small model, on 3 ranks or 2 × 2, and two budgets."""
+    """The track with a small model, on 3 or 2 × 2 ranks, with each of two budgets."""
     parallel = 2 if track.model_parallel > 1 else 1
     twin = replace(track, model=SMALL, ranks=4 if parallel > 1 else 3, model_parallel=parallel)
     whole = bound(twin)
@@ -65,7 +65,7 @@ def budget_of(twin: Track) -> Budget:
 
 
 def simulated_runs(build: Callable, path: str, track: Track, big: bool = True) -> dict:
-    """The twins and, if `big`, the track itself on simulated ranks. Plain numbers: {"twins", "figures", "lines",
+    """Run the twins and, if `big`, the track itself on simulated ranks. Plain numbers: {"twins", "figures", "lines",
     "fault"}."""
     lines, found, faults = system_watch.Lines(path), [], []
     around = functools.partial(system_watch.gathered_only, faults)
@@ -81,7 +81,7 @@ def simulated_runs(build: Callable, path: str, track: Track, big: bool = True) -
 
 
 def real_runs(build: Callable, path: str, track: Track, budgets: list) -> dict:
-    """The twins on these real ranks, and stage 0. Plain numbers of this rank: {"runs", "losses", "lines"}."""
+    """Run the twins and stage 0 on these real ranks. Plain numbers of this rank: {"runs", "losses", "lines"}."""
     lines, found = system_watch.Lines(path), []
     mesh = make_mesh(2) if track.model_parallel > 1 else None
     group = mesh.data_group if mesh else None
@@ -122,7 +122,7 @@ def _real_run(build: Callable, mesh, group, budget: Budget) -> dict:
 
 
 def _settle(ledger: Ledger) -> None:
-    """gloo's threads let go of a tensor a moment late."""
+    """Wait for gloo's threads, which release tensors slightly late."""
     least = math.inf
     for _ in range(10):
         gc.collect()
@@ -133,7 +133,7 @@ def _settle(ledger: Ledger) -> None:
 
 
 def _steps(model: nn.Module, zero, mesh, steps: Iterable[int] = range(STEPS)) -> list[float]:
-    """Training steps on this rank's own data; at the end of each the gradients are still there."""
+    """Training steps on this rank's own data; each keeps its gradients."""
     losses, data_rank = [], mesh.data_rank if mesh else dist.get_rank()
     for number in steps:
         zero.zero_grad()
@@ -147,7 +147,7 @@ def _steps(model: nn.Module, zero, mesh, steps: Iterable[int] = range(STEPS)) ->
 
 
 def twin_model(mesh, meta: bool) -> nn.Module:
-    """The twin, in bf16. Its values go by the parameters' names: so they are the same wherever they are drawn."""
+    """The twin, in bf16. The parameters' names seed its values, so they are the same wherever they are drawn."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -173,11 +173,11 @@ def twin_model(mesh, meta: bool) -> nn.Module:
     return model
 
 
-# ------------------------------------------------------------------------------------------------------ who judges it
+# ---------------------------------------------------------------------------------------------------------- the judge
 
 
 def fault(track: Track, simulated_ones: dict, real_ones: list[dict]) -> str:
-    """Why it is not legal, in one sentence; "" if it is. real_ones: of each rank."""
+    """Why a system is not legal, in one sentence; "" if it is. real_ones: from each rank."""
     for number, twin in enumerate(simulated_ones["twins"]):
         runs = [rank["runs"][number] for rank in real_ones]
         for words in faults(track, twin, runs, [rank["losses"] for rank in real_ones]):
@@ -191,14 +191,14 @@ def fault(track: Track, simulated_ones: dict, real_ones: list[dict]) -> str:
 
 
 def twin_in_words(track: Track, twins: list[dict]) -> str:
-    """Which model the real ranks train, and for which budgets."""
+    """The model that the real ranks train, and its budgets, in words."""
     limit = "memory" if track.memory is not None else "sent"
     sizes = " and ".join(f"{twin['budget'][limit == 'sent']:,}" for twin in twins)
     return f"the twin ({SMALL.layers} blocks of width {SMALL.hidden}, bf16, a .{limit} of {sizes} bytes)"
 
 
 def faults(track: Track, twin: dict, runs: list[dict], losses: list[list[float]]) -> Iterator[str]:
-    """What speaks against the runs of real ranks: of one twin, simulated, and the losses that they have at stage 0."""
+    """How real ranks' runs of one twin break rules, compared with its simulation and with stage 0's losses."""
     for rank, (run, plain) in enumerate(zip(runs, losses, strict=True)):  # it learns
         for step, (ours, theirs) in enumerate(zip(run["losses"], plain, strict=True), 1):
             if ours != theirs:
@@ -206,9 +206,9 @@ def faults(track: Track, twin: dict, runs: list[dict], losses: list[list[float]]
                        "agree bit for bit")
         if run["dtypes"] != ["torch.bfloat16"]:
             yield f"the model's parameters are {', '.join(run['dtypes'])}, and were torch.bfloat16"
-    ranks, apart = (2, 2) if track.model_parallel > 1 else (3, 1)  # that share a model; from one to the next
+    ranks, apart = (2, 2) if track.model_parallel > 1 else (3, 1)  # ranks that share states; distance between them
     for rank, run in enumerate(runs):  # it is ZeRO
-        state, padding = run["states"][-1][2], 16 + 16  # of each tensor, at most
+        state, padding = run["states"][-1][2], 16 + 16  # per tensor, at most
         if state > 12 * (run["elements"] / ranks + run["tensors"] * padding):
             yield (f"rank {rank} keeps {size_text(state)} of optimizer state; 12Ψ/N are "
                    f"{size_text(12 * run['elements'] / ranks)}, with N = {ranks} ranks that share a model")
@@ -248,5 +248,5 @@ def _named(entry: list | None) -> str:
 
 
 def _scratch(run: dict) -> float:
-    """Bytes that gloo needs, and simulated ranks do not: parts that arrive, and all of them and their sum in fp32."""
+    """Bytes that only gloo needs, not simulated ranks: parts that arrive, and all of them and their sum in fp32."""
     return 6 * run["largest"]

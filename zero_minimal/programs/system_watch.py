@@ -1,8 +1,8 @@
-"""System watch: what a system of part B may write, and what is seen of it while it runs: its lines, and what it reads.
+"""System watch: what a system of part B may contain, and how its run is watched: its lines, and what it reads.
 
-A system must be the same on real ranks and on simulated ones. So its text names nothing that could tell them apart, or
-that the meters do not see; no line of it runs on simulated ranks alone; and there a parameter that is read must have
-been gathered since the last step, though it has no value.
+A system must do the same on real and on simulated ranks. So its text may not name anything that distinguishes them, or
+that the meters do not see; no line may run only on simulated ranks; and there, a parameter that is read must have been
+gathered since the last step, though it has no value.
 """
 
 import ast
@@ -22,10 +22,10 @@ USED = {"abc", "bisect", "collections", "contextlib", "copy", "dataclasses", "fu
         "operator", "torch", "typing", "weakref", "zero_minimal", "__future__"}
 OURS = {"core", "guards", "processes", "extensions", "checkpoint", "offloading", "workload", "paper", "stage0",
         "stage1", "stage2", "stage3", "tensor_parallel", "activation_partitioning", "constant_buffers",
-        "defragmentation", "zero_100b"}  # rooms and files of the course
+        "defragmentation", "zero_100b"}  # packages and files of the course
 # files of the course that may not be imported
 MODULES = {"seams", "host", "host_link", "pinned_link", "offloaded_state", "host_process", "fakes"}
-NOT_HERE = {name: why for why, names in {  # a name in the text: why it may not stand there
+NOT_HERE = {name: why for why, names in {  # {forbidden name: reason}
     "it could tell simulated ranks from real ones by it": """
         get_backend get_backend_config FakeTensor FakeTensorMode FakeStore is_fake fakes fake_tensor _subclasses
         fake_mode present get_debug_level _get_current_dispatch_mode _python_dispatch""",
@@ -43,7 +43,7 @@ NOT_HERE = {name: why for why, names in {  # a name in the text: why it may not 
 
 
 def unwanted(source: str) -> str:
-    """Why a system may not be written so, in one sentence; "" if it may."""
+    """Why a system's text is not allowed, in one sentence; "" if it is."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names]
@@ -70,7 +70,7 @@ def unwanted(source: str) -> str:
 
 
 class Lines:
-    """Which instructions of a file run, while this is open: (function, its first line, offset) → line."""
+    """Records which instructions of a file run while this is open: (function, its first line, offset) → line."""
 
     def __init__(self, path: str):
         self.path, self.places = path, {}
@@ -96,13 +96,12 @@ class Lines:
 
     @property
     def listed(self) -> list[tuple]:
-        """(function, its first line, offset, line) of each, to be sent to another process."""
+        """(function, its first line, offset, line) for each, ready to be sent to another process."""
         return [(*place, line) for place, line in self.places.items()]
 
 
 def alone(simulated: list, real: list, twin: str = "the twin") -> str:
-    """Which line ran on simulated ranks alone, and what may be the cause; "" if none did. twin: which it was, in
-    words."""
+    """Which line ran only on simulated ranks, and the likely cause; "" if none did. twin: its description."""
     known = {tuple(place[:3]) for place in real}
     strangers = [(line, name) for name, first, offset, line in simulated if (name, first, offset) not in known]
     if not strangers:
@@ -115,12 +114,12 @@ def alone(simulated: list, real: list, twin: str = "the twin") -> str:
 
 @contextmanager
 def gathered_only(faults: list[str], model: torch.nn.Module, zero) -> Iterator[None]:
-    """Context on simulated ranks: an operator may read a parameter that a collective has brought since the last step
-    began, and whose memory is there. The first that did not is added to `faults`, in one sentence."""
+    """A context for simulated ranks: an operator may read a parameter only if a collective has brought it since the
+    last step began, and its memory exists. The first violation is added to `faults`, in one sentence."""
     seen, step = Gathered(model), zero.step
 
     def counted(*args, **kwargs):
-        seen.fresh.clear()  # all parameters change
+        seen.fresh.clear()  # a step changes all parameters
         seen.steps += 1
         return step(*args, **kwargs)
 
@@ -134,8 +133,7 @@ def gathered_only(faults: list[str], model: torch.nn.Module, zero) -> Iterator[N
 
 
 class Gathered(TorchDispatchMode):
-    """What gathered_only() watches: `fresh` are the places of memory that a collective has brought since the last
-    step."""
+    """The mode of gathered_only(): `fresh` are the memories that a collective has filled since the last step."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
@@ -144,7 +142,7 @@ class Gathered(TorchDispatchMode):
 
     def resized(self, handle: torch.UntypedStorage) -> None:
         if not handle.nbytes():
-            self.fresh.discard(handle._cdata)  # what comes back into its place must be gathered again
+            self.fresh.discard(handle._cdata)  # new memory there must be gathered again
 
     def hear(self, moment: str, call) -> None:
         if moment == "start" and call.name in ("all_gather", "broadcast", "all_reduce"):
@@ -161,7 +159,7 @@ class Gathered(TorchDispatchMode):
             for tensor in inputs:
                 self._check(operator, tensor)
         elif read & self.fresh:
-            self.fresh |= made  # copied from what was gathered
+            self.fresh |= made  # a copy of gathered values
         return result
 
     def _check(self, operator, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tables: what `python -m zero_minimal reproduce` prints. What does not agree with the paper is marked with !."""
+"""Tables: the output of `python -m zero_minimal reproduce`. Disagreements with the paper are marked with !."""
 
 from zero_minimal.paper import formulas, published
 from zero_minimal.paper.quantities import count_text
@@ -8,7 +8,7 @@ Described = tuple[str, *tuple[list[list[str]], ...]]  # a head, and tables: rows
 
 
 def describe(name: str, result: dict) -> str:
-    """A table, and what there is to say about it. `name` and `result` as in programs/reproduce.py."""
+    """A table with its notes. `name` and `result` as in programs/reproduce.py."""
     head, *tables = TABLES[name](result)
     parts = [f"\n{head}", *map(report.table, tables), "\n".join(f"- {note}" for note in result["notes"])]
     return "\n\n".join(parts)
@@ -57,7 +57,7 @@ def table2(result: dict) -> Described:
 
 
 def figure7(result: dict) -> Described:
-    """For each size and config: cached and allocated, and by category what is allocated."""
+    """For each size and config: cached and allocated bytes, and allocated ones by category."""
     totals = [["model, config", "paper, cached", "code, cached", "code, allocated", "paper − code, cached"]]
     parts = [["code, allocated", *formulas.STATES, "activations", "buffers", "on the host"]]
     for bar in result["bars"]:

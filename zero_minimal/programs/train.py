@@ -1,4 +1,4 @@
-"""Train: what the last line of a stage file starts.
+"""Train: the program that the last line of a stage file starts.
 
     torchrun --nproc-per-node 2 zero_minimal/stage2.py --steps 100
 """
@@ -26,16 +26,16 @@ def train(
     stage_class, settings: Settings, rank: ranks.Rank, flags: Flags = NO_CHECKPOINTS,
     away: offload_flags.Offload = offload_flags.NOTHING,
 ) -> dict | None:
-    """Train the GPT, or settings.model, on this rank's batches, and return this rank's report (the JSON object of the
+    """Train the GPT, or settings.model, on this rank's batches; return this rank's report (the JSON object of the
     README).
 
     Args:
         stage_class: Stage0 … Stage3, or a peer with the same API.
-        flags: which checkpoints to write, and to go on from; a peer has none.
-        away: what lives on the ranks' hosts.
-    The losses, in nats a token, are means over the ranks; of a run that was resumed those of the steps since then
-    ("resumed_after" says after how many), and None if that had done all. Raises ValueError if the text cannot be read
-    or is too short.
+        flags: which checkpoints to write, and to continue from; peers have none.
+        away: what the ranks' hosts keep.
+    The losses, in nats per token, are means over the ranks; for a resumed run, only of the steps since then
+    ("resumed_after" says how many came before). Returns None if the resumed run had done all. Raises ValueError if the
+    text cannot be read or is too short.
     """
     stage_class = away.class_of(stage_class)
     if rank.rank == 0:
@@ -43,7 +43,7 @@ def train(
     batches = loop.training_batches(settings, rank.rank)
     validation = loop.validation_batches(settings, rank.rank, rank.world_size)
     bucket_bytes = int(settings.bucket_mb * 2**20)
-    by_units = stage_in(stage_class.__name__) == 3 and not hasattr(stage_class, "theory_stage")  # no peer
+    by_units = stage_in(stage_class.__name__) == 3 and not hasattr(stage_class, "theory_stage")  # not a peer
     with away.refusals():
         zero = loop.build(stage_class, settings, rank, from_meta=by_units, bucket_bytes=bucket_bytes, **away.options())
     scaler = settings.loss_scaler()
@@ -74,24 +74,24 @@ def train(
 
 
 def bar_over(steps, settings: Settings, name: str, rank: ranks.Rank):
-    """A bar over the steps of a run, on rank 0."""
+    """A progress bar over the steps of a run, on rank 0."""
     return progress.bar(steps, name=name, total=settings.steps, shown=rank.rank == 0)
 
 
 def own_loss(rank: ranks.Rank) -> str:
-    """What a bar calls the loss of a step: a mean over the ranks would need a collective, which the meters count."""
+    """A bar's name for a step's loss, this rank's own: a mean needs a collective, which the meters would count."""
     return "loss" if rank.world_size == 1 else "rank 0's loss"
 
 
 @interrupts.program
 def main(stage_class) -> None:
-    """The program of a stage file: read the flags, train, print the report, and write it as JSON if asked to."""
+    """The program of a stage file: read the flags, train, print the report, and write it as JSON if requested."""
     parser = Parser(
         description=f"Train a GPT, or --model, with {stage_class.__name__}, by itself or under torchrun "
                     "--nproc-per-node N.",
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank, else gloo")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl if each rank has a GPU, else gloo")
     add_device(parser)
     add_timeout(parser)
     add_settings(parser)

@@ -1,4 +1,4 @@
-"""Trained: which model of transformers a run trains, on which tokens: for its report, and for its checkpoints."""
+"""Trained: the model of transformers that a run trains, and its tokens, for reports and checkpoints."""
 
 from zero_minimal.workload.settings import Settings
 
@@ -7,7 +7,7 @@ def described(settings: Settings) -> dict:
     """{"model": …} for a report, {} for our GPT.
 
     {"name": of its class, "file", "vocabulary": tokens of the model, "tokens": "bytes" or the tokenizer's file,
-     "gap": the token of a gap, None for a model that goes on with a text}
+     "gap": the mask token, None for a model that continues a text}
     """
     if not settings.model:
         return {}
@@ -17,7 +17,7 @@ def described(settings: Settings) -> dict:
 
 
 def line(report: dict) -> list[str]:
-    """What a reader is told of it: one line, or none."""
+    """The lines about it for a reader: one, or none."""
     if not (model := report.get("model")):
         return []
     read = "bytes" if model["tokens"] == "bytes" else f"tokens of {model['tokens']}"
@@ -26,20 +26,20 @@ def line(report: dict) -> list[str]:
 
 
 def unit(report: dict) -> str:
-    """Of what a loss is the mean."""
+    """The unit over which a loss is the mean."""
     model = report.get("model", {"tokens": "bytes", "gap": None})
     return f"{'' if model['gap'] is None else 'hidden '}{'byte' if model['tokens'] == 'bytes' else 'token'}"
 
 
 def configuration(settings: Settings) -> dict:
-    """What a checkpoint keeps beside the settings: {"model": the entries of its config.json, "gap": the token of a gap,
-    or None}, {} for our GPT."""
+    """What a checkpoint keeps besides the settings: {"model": the entries of its config.json, "gap": the mask token, or
+    None}, {} for our GPT."""
     return {"model": settings.foreign.entries(), "gap": settings.gap} if settings.model else {}
 
 
 def differ(before: dict | None, settings: Settings) -> str:
-    """How a checkpoint's model, its "model", is another one than this run's, in words; "" if it is not, or if it does
-    not say."""
+    """How a checkpoint's "model" differs from this run's, in words; "" if it does not, or if the checkpoint has no
+    entry."""
     if before is None:
         return ""
     if not settings.model:

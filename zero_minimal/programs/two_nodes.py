@@ -1,10 +1,10 @@
-"""Two nodes on one machine: two network namespaces of Linux, and a cable between them that is as slow as you like.
+"""Two nodes on one machine: two Linux network namespaces, and a cable of any speed between them.
 
     node 0, 10.0.0.1   eth0 ═══ 200 Mbit/s each way ═══ eth0   10.0.0.2, node 1
 
 A process in one of them sees that cable, its own loopback, and no other network of this machine. The namespaces have no
-names: this process holds them open, and with it and its ranks they go, and the cable with them, however it ends. So
-nothing stays behind, not even after a kill, and two of these pairs on one machine do not meet.
+names: this process holds them open. When it and its ranks end, even by a kill, namespaces and cable disappear. So
+nothing is left behind, and two such pairs on one machine do not interfere.
 
     with two_nodes.Pair("200mbit") as pair:
         ranks.run(function, 2, before_join=pair.enter)            # rank 0 on node 0, rank 1 on node 1
@@ -26,15 +26,15 @@ import threading
 from collections.abc import Callable
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-ADDRESSES = ("10.0.0.1", "10.0.0.2")  # of a network that nobody else sees
-CARD = "eth0"  # what each node calls its end of the cable
+ADDRESSES = ("10.0.0.1", "10.0.0.2")  # in a network that no other process sees
+CARD = "eth0"  # the name of the cable's end on each node
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # bits a second
-PACKET = 1514 / 1448  # bytes on the cable for each of ours: a packet begins with headers of Ethernet, IP and TCP
-QUEUE_MS = 50  # what waits longer at the cable's end is dropped, and sent again
+PACKET = 1514 / 1448  # bytes on the cable for each byte of ours, because of Ethernet, IP and TCP headers
+QUEUE_MS = 50  # packets that wait longer at the cable's end are dropped, and sent again
 
 
 def bits(speed: str) -> float:
-    """Bits a second of "200mbit"; the type of a flag checks with it. Raises: argparse.ArgumentTypeError."""
+    """Bits per second of "200mbit"; used to check a flag. Raises: argparse.ArgumentTypeError."""
     number, unit = re.fullmatch(r"([0-9.]*)(.*)", speed.strip().lower()).groups()
     with contextlib.suppress(ValueError, KeyError):
         if 1e6 <= (found := float(number) * UNITS[unit]) <= 1e11:
@@ -44,8 +44,8 @@ def bits(speed: str) -> float:
 
 
 def alone(row: dict, reference: float) -> str:
-    """Times `reference` seconds, what a cable needs for what a rank sends in a step if it is never idle; "" where none
-    knows what that is. row: of bench.py."""
+    """The time that a never idle cable needs for a rank's traffic in a step, as a multiple of `reference` seconds; ""
+    if the traffic is unknown. row: from bench.py."""
     if row["wire_bytes_per_step"] is None:
         return ""
     return f"{8 * PACKET * row['wire_bytes_per_step'] / row['link_bits_per_second'] / reference:.3f}"
@@ -69,7 +69,7 @@ def why_not() -> str | None:
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Flags of bench with --link. Raises: ValueError if the two nodes cannot be had."""
+    """Check the flags of bench with --link. Raises: ValueError if two nodes cannot be made."""
     if not flags.link:
         return
     if flags.sweep:
@@ -84,11 +84,11 @@ def check(flags: argparse.Namespace) -> None:
 
 
 class Pair:
-    """Two nodes, while the context lasts.
+    """A context with two nodes.
 
     speed: of the cable, each way, as `bits` reads it.
-    delay_ms: that every message takes longer, each way.
-    Raises: PermissionError without the right to make them; OSError or RuntimeError if the machine cannot.
+    delay_ms: added to every message, each way.
+    Raises: PermissionError without the right to make them; OSError or RuntimeError if the machine cannot make them.
     """
 
     def __init__(self, speed: str, delay_ms: float = 0.0):
@@ -123,22 +123,22 @@ class Pair:
                 self._run(node, "tc", "qdisc", "add", "dev", CARD, "root", *slow)
 
     def cable(self, state: str) -> None:
-        """Pull it out ("down"), or plug it in again ("up"). Nobody is told: packets are lost."""
+        """Unplug the cable ("down"), or plug it in again ("up"). Processes get no error: packets are lost."""
         self._run(0, "ip", "link", "set", CARD, state)
 
     def on(self, node: int) -> Callable[[], None]:
-        """What subprocess calls, as preexec_fn, in a process that is to run on this node."""
+        """A preexec_fn for subprocess, which puts a new process on this node."""
         path = self._path(node)
         return lambda: _move(path)
 
     def visit(self, node: int, function: Callable):
-        """What function() returns there; it runs on a thread of its own."""
+        """Call function() on this node, in its own thread; return its result."""
         return _on_a_thread(function, self._path(node))
 
     def enter(self, rank: int, world_size: int) -> dict:
         """Put this process, a rank that has not joined yet, on its node: the first half of the ranks is on node 0.
 
-        Returns what joining.join is to know of it.
+        Returns options for joining.join.
         """
         if world_size % 2:
             raise ValueError(f"two nodes share an even number of ranks, not {world_size}")
@@ -151,23 +151,23 @@ class Pair:
         return f"/proc/{self.owner}/fd/{self.nodes[node]}"
 
     def _run(self, node: int, *command: str) -> None:
-        """A command on this node. Raises: RuntimeError if it fails."""
+        """Run a command on this node. Raises: RuntimeError if it fails."""
         done = self.visit(node, lambda: subprocess.run(command, capture_output=True, text=True))
         if done.returncode:
             raise RuntimeError(f"`{' '.join(command)}` says: {done.stderr.strip() or done.stdout.strip()}")
 
 
-# Linux keeps a namespace as long as a thread is in it, or somebody holds it open. A thread of its own visits one, so
-# that this process stays where it is.
+# Linux keeps a namespace as long as a thread is in it, or a process holds it open. A separate thread enters it, so that
+# this process stays where it is.
 
 
 def _new_namespace() -> int:
-    """A new one, held open by a file descriptor."""
+    """Make a new namespace; return a file descriptor that keeps it open."""
     return _on_a_thread(lambda: os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY), None)
 
 
 def _on_a_thread(function: Callable, path: str | None):
-    """What function() returns on a thread in the namespace at `path`, or, for None, in a new one."""
+    """Call function() on a thread in the namespace at `path`, or, for None, in a new one; return its result."""
     found: list = []
 
     def visit():
@@ -190,13 +190,13 @@ def _on_a_thread(function: Callable, path: str | None):
 
 
 def _move(path: str) -> None:
-    """Put this thread, and all that it will start, into a namespace."""
+    """Move this thread, and all that it will start, into a namespace."""
     with open(path) as namespace:
         _call("setns", namespace.fileno(), NEW_NETWORK)
 
 
 def _call(name: str, *arguments: int) -> None:
-    """One of the two system calls that Python has from 3.12 on only. Raises: OSError."""
+    """One of the two system calls that Python has only since 3.12. Raises: OSError."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), name)

@@ -1,8 +1,8 @@
-"""Unsharded: what a step of the model needs of itself, without any system: for the bound of paper/bound.py.
+"""Unsharded: what a step of the model itself needs, without any system, for the bound of paper/bound.py.
 
-The model runs forward and backward once, on tensors without values, and each gradient is dropped as soon as it has
-come. The ledger then holds the parameters and what is nobody's choice: rest(t). Which operators read a parameter, and
-when, says how long it must live: live(t).
+The model runs forward and backward once, on tensors without values, and each gradient is dropped as soon as it is
+computed. The ledger then has the parameters and what no system can avoid: rest(t). The operators that read a parameter,
+and their moments, show how long it must live: live(t).
 """
 
 import torch
@@ -15,7 +15,7 @@ from zero_minimal.paper.bound import Bound, need
 
 
 class Reads(TorchDispatchMode):
-    """When each parameter is read, as places in the ledger's trace. A view of it reads nothing."""
+    """When each parameter is read, as positions in the ledger's trace. Making a view does not count as a read."""
 
     def __init__(self, model: torch.nn.Module, ledger: Ledger):
         super().__init__()
@@ -37,9 +37,9 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 def bound_of(model: torch.nn.Module, batch: int, sequence: int, ranks: int, optimizer: int = 6) -> Bound:
-    """The bound of a step of this model on `ranks` data-parallel ranks; inside of without_values().
+    """The bound of a step of this model on `ranks` data-parallel ranks; call it inside without_values().
 
-    optimizer: bytes of optimizer state for each byte of parameters: 12 / 2 of Adam's in mixed precision.
+    optimizer: bytes of optimizer state for each byte of parameters: 12 / 2 for Adam in mixed precision.
     """
     ledger, meter = Ledger(), TrafficMeter()
     parameters = sum(param.nbytes for param in model.parameters())

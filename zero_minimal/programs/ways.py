@@ -1,5 +1,5 @@
-"""Ways to train on a mesh, from data parallelism to C5, all of them on the same 16 sequences; and what a rank sees of a
-step. Lesson 10's notebook runs them on four ranks. What is counted are bytes, never time.
+"""Ways to train on a mesh, from data parallelism to C5, all on the same 16 sequences, and a rank's measurements of a
+step. Lesson 10's notebook runs them on four ranks. Only bytes are counted, never time.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from zero_minimal.tensor_parallel import ParallelGPT
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.zero_100b import CONFIGS, ConstantMemory, System
 
-SEQUENCES = 16  # that all replicas together read in a step
+SEQUENCES = 16  # all replicas together, per step
 SIZES = GPTConfig(layers=6, hidden=240, heads=12, sequence=128, vocabulary=256, dropout=0.0)
 CATEGORIES = (*STATES, "activations", "buffers")
 BUCKET, LARGE = 2**19, 4 * 2**20  # bytes
@@ -58,16 +58,16 @@ class SlabAlone(ConstantMemory):
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train on the mesh: what the ranks of a model share, and what those of different replicas do."""
+    """One way to train on the mesh: how ranks share a model, and how replicas train."""
 
     stage: type = Stage0
-    shares_a_model: bool = False  # over M ranks; else M is 1, and all ranks are replicas
+    shares_a_model: bool = False  # over M ranks; otherwise M is 1, and each rank is a replica
     checkpoints: bool = True
-    config: str = ""  # "C1" … "C5": that System, and no stage
+    config: str = ""  # "C1" … "C5": that System instead of a stage
     partition: bool = False  # P_a
     to_host: bool = False  # P_a+cpu
     slab: bool = False  # M_D for checkpoints
-    options: dict = field(default_factory=dict)  # of the stage
+    options: dict = field(default_factory=dict)  # options of the stage
 
 
 def _config(name: str) -> Way:
@@ -79,7 +79,7 @@ LADDER: dict[str, Way] = {
     "P_os+g+p": Way(Stage3), "model parallel": Way(shares_a_model=True), **{name: _config(name) for name in CONFIGS},
 }
 PLAIN = Way(Stage2, shares_a_model=True)
-WORTH: dict[str, Way] = {  # P_os+g on a mesh, and one part more
+WORTH: dict[str, Way] = {  # P_os+g on a mesh, plus one part
     "none": PLAIN,
     "C_B": replace(PLAIN, options={"memory": BuffersAlone}),
     "M_D, gradients": replace(PLAIN, options={"memory": SlabAlone}),
@@ -89,7 +89,7 @@ WORTH: dict[str, Way] = {  # P_os+g on a mesh, and one part more
     "all: C4": _config("C4"),
     "all: C5": _config("C5"),
 }
-MESHES = {2: 2, 3: 3, 4: 2}  # ranks: M, where the page's four are not there
+MESHES = {2: 2, 3: 3, 4: 2}  # {ranks: M}, if there are not the page's four
 
 
 # ----------------------------------------------------------------------------------------------------------- in a rank
@@ -104,8 +104,8 @@ def batch(mesh: Mesh, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def made(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET, system_class: type = System):
-    """A stage, or the System of a config, over a model that begins alike in every way. system_class: the lesson's, or
-    a learner's own."""
+    """A stage, or the System of a config, with a model that starts the same for every way. system_class: the lesson's,
+    or a learner's own."""
     torch.manual_seed(0)
     sequences = len(batch(mesh, device)[0])
     options = dict(bucket_bytes=bucket_bytes, **OPTIONS)
@@ -125,9 +125,9 @@ def made(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET,
 
 
 def seen(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET, system_class: type = System) -> dict:
-    """The second step of a way, as rank 0 sees it: bytes by category on the device at the peak, of model
-    states after the step, of copies that went to host memory, bytes sent; the losses of both steps, means of the
-    replicas. What is of no category is left out: tokens, and copies for the host, which on a CPU is the device."""
+    """The second step of a way, as measured on rank 0: bytes by category on the device at the peak, of model states
+    after the step, of copies in host memory, bytes sent; the losses of both steps, averaged over the replicas. Tensors
+    without a category are left out: tokens, and copies for the host, which on a CPU is the device."""
     tokens, copies, losses = batch(mesh, device), [], []
 
     def count(copy):

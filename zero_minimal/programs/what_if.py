@@ -1,9 +1,9 @@
-"""What if: the calculation of `plan` with settings to slide, in a notebook (notebook/slider_cell.py) and on a page.
+"""What if: the calculation of `plan` with sliders, in a notebook (notebook/slider_cell.py) and on a page.
 
     python -m zero_minimal sliders what-if.html
 
-A setting is a dict, as of `setting`. `asked` calculates it in Python; `expressions` are the same formulas for a
-page, written down by themselves (paper/expressions.py).
+A setting is a dict, as from `setting`. `asked` calculates it in Python; `expressions` are the same formulas for a page,
+recorded automatically (paper/expressions.py).
 """
 
 import functools
@@ -28,12 +28,12 @@ from zero_minimal.workload.settings import Parser, output_file
 
 TEMPLATE = Path(pictures.__file__).with_name("what_if.html")
 COLOURS = LOOKS | {"sent": SENT, "wire": ON_THE_WIRE, "plain": PLAIN}
-SIZE, DEVICE = 7.5e9, "V100-32GB"  # the paper's example, on 64 of its devices: where a page begins
+SIZE, DEVICE = 7.5e9, "V100-32GB"  # the paper's example, on 64 devices: a page's initial values
 SIZES = (5e6, 30e6, 125e6, 350e6, 760e6, 1.5e9, 2.5e9, 4e9, 7.5e9, 13e9, 20e9, 30e9, 40e9, 60e9, 80e9, 100e9, 128e9,
-         170e9, 250e9, 500e9, 1e12)  # parameters, at which the page's slider stops
-SHARES = tuple(2**power for power in range(7))  # model-parallel ranks, at which it stops
-KEPT = ("all", *CHECKPOINTS)  # of the blocks' activations: all, or checkpoints in one of these ways
-OFFLOADS = ("none", "cpu")  # who keeps and updates the optimizer's state, at stages 1 to 3
+         170e9, 250e9, 500e9, 1e12)  # parameters, the stops of the page's slider
+SHARES = tuple(2**power for power in range(7))  # model-parallel ranks, the stops of their slider
+KEPT = ("all", *CHECKPOINTS)  # the blocks' activations: all, or checkpoints in one of these ways
+OFFLOADS = ("none", "cpu")  # where the optimizer's state is kept and updated, at stages 1 to 3
 SHAPE = ("layers", "hidden", "heads", "vocabulary", "sequence")
 SPEEDS = tuple(field.name for field in fields(Speeds))
 NUMBERS = (*SHAPE, "batch", "data_parallel", "model_parallel", "optimizer_bytes", "device_bytes", *SPEEDS)
@@ -47,7 +47,7 @@ def setting(
     kept: str = "whole", batch: int = 1, sequence: int = 1024, device: str = DEVICE, memory: float | None = None,
     network: float = NETWORK, offload: str = "none",
 ) -> dict:
-    """All of a setting from what a reader says of it. memory: of a device, instead of the GPU's.
+    """A complete setting from a reader's choices. memory: of a device, instead of the GPU's.
 
     Raises: ValueError if there is no such model.
     """
@@ -61,7 +61,7 @@ def setting(
 
 
 def asked(chosen: dict) -> dict:
-    """What `plan` says of a setting. Raises: ValueError, saying what is accepted, for what cannot be planned."""
+    """The result of `plan` for a setting. Raises: ValueError, saying what is accepted, if it cannot be planned."""
     config = GPTConfig(**{name: chosen[name] for name in SHAPE}, dropout=0.0, recompute=chosen["kept"] != "all")
     return plan(
         config, chosen["data_parallel"] * chosen["model_parallel"], chosen["device_bytes"], chosen["dtype"],
@@ -76,8 +76,8 @@ def asked(chosen: dict) -> dict:
 
 @functools.cache
 def expressions() -> dict:
-    """The formulas: "nodes"; the "figures" by name, with the stage's number where they are a stage's, "3 together"; and
-    in "results" their nodes, in this order, {choices, as of `case`: [node]}."""
+    """The formulas: "nodes"; the names of the "figures", with a stage's number if they are a stage's: "3 together"; and
+    in "results" their nodes, in this order, {choices, as from `case`: [node]}."""
     with writing() as book:
         unknown = {name: book.unknown(name) for name in NUMBERS}
         results = {}
@@ -88,7 +88,7 @@ def expressions() -> dict:
 
 
 def case(dtype: str, kept: str, offload: str) -> str:
-    """The name of choices for which there are formulas of their own: all 16-bit types are one."""
+    """The name of choices that have their own formulas: all 16-bit types share one."""
     return f"{BYTES[dtype][0]} {kept} {offload}"
 
 
@@ -105,8 +105,7 @@ def written(unknown: dict, dtype: str, kept: str, offload: str) -> dict:
 
 
 def flat(told: dict) -> dict:
-    """What `plan` says, under the names that it has on a page, where a row's have the number of the stage before
-    them."""
+    """The result of `plan` under a page's names, in which the figures of a row begin with the stage's number."""
     result = {name: value for name, value in told.items() if not isinstance(value, dict | list)}
     result |= {f"activations {name}": value for name, value in told["activations"].items()}
     for figures in told["rows"]:
@@ -117,7 +116,7 @@ def flat(told: dict) -> dict:
 
 def shapes() -> list[list]:
     """[parameters, {model-parallel ranks: [layers, hidden, heads, vocabulary]}] for each stop of the slider; without
-    the ranks that cannot share a model so small."""
+    numbers of ranks that cannot share such a small model."""
     table = []
     for parameters in SIZES:
         shared = {}
@@ -139,7 +138,7 @@ def devices() -> dict:
 
 
 def content() -> dict:
-    """All that the page knows."""
+    """All data of the page."""
     return {
         "first": setting(), "size": int(SIZE), "device": DEVICE, "names": NAMES, "states": STATES,
         "words": {dtype: [[formula(stage, state, dtype) for state in STATES] for stage in range(4)] for dtype in BYTES},
@@ -152,14 +151,14 @@ def content() -> dict:
 
 
 def page() -> str:
-    """The page, which needs nothing else."""
+    """The complete page, which needs no other files."""
     looks = " ".join(f"--{name}: {colour};" for name, (colour, _) in COLOURS.items())
     return (TEMPLATE.read_text(encoding="utf-8").replace("__LOOKS__", looks)
             .replace("__CONTENT__", in_lines(content())))
 
 
 def in_lines(value: object) -> str:
-    """JSON (no comma in its texts) in lines of some 120 characters, as editors show and git compares them."""
+    """JSON (without commas in its texts) in lines of about 120 characters, for editors and git."""
     lines = [""]
     for part in json.dumps(value, ensure_ascii=False, separators=(",", ":")).split(","):
         if len(lines[-1]) + len(part) > 118:
@@ -169,7 +168,7 @@ def in_lines(value: object) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """The command sliders: write the page, and say how to look at it."""
+    """The command sliders: write the page, and say how to open it."""
     parser = Parser(prog="python -m zero_minimal sliders",
                     description="The plan with sliders, as one HTML file for a browser: no network, no server.")
     parser.add_argument("file", type=output_file, metavar="FILE.html", help="where to write it")

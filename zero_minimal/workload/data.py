@@ -1,7 +1,7 @@
-"""What the model reads: the bytes of a text, by default of the documentation inside Python itself.
+"""What the model reads: the bytes of a text, by default Python's own documentation.
 
 One byte is one token (vocabulary 256), so there is no tokenizer and nothing to download. (A model
-of another vocabulary can have a tokenizer: tokens.py.) The last tenth is held out for validation.
+with another vocabulary can use a tokenizer: tokens.py.) The last tenth is held out for validation.
 """
 
 import random
@@ -16,9 +16,9 @@ from zero_minimal.workload import tokens as by_tokenizer
 
 def read_tokens(text: str = "", tokenizer: str = "") -> torch.Tensor:
     """The bytes of the file `text`, or of `pydoc_data.topics` if no file is named: uint8 [bytes].
-    With the file of a tokenizer its tokens: int32 [tokens].
+    With the file of a tokenizer, its tokens: int32 [tokens].
 
-    Raises: ValueError, saying what to do, if the file cannot be read or holds nothing.
+    Raises: ValueError, saying what to do, if the file cannot be read or is empty.
     """
     if not text:
         content = "\n".join(topics[name] for name in sorted(topics)).encode()
@@ -56,14 +56,14 @@ class Batches:
     """Random crops of the text, without end.
 
     Each item is (inputs, targets), both int64 [batch, sequence]; targets are one byte ahead. Each
-    rank draws its own, from `seed` and `rank` alone: whatever the stage, the world and the model,
-    they are the same.
+    rank draws its own, from `seed` and `rank` alone: stage, world size and model do not change
+    them.
     """
 
     def __init__(self, tokens: torch.Tensor, batch: int, sequence: int, seed: int, rank: int):
         self.tokens, self.batch, self.sequence = tokens, batch, sequence
         self.random = random.Random(f"seed {seed}, rank {rank}")
-        self.drawn = 0  # batches
+        self.drawn = 0  # batches drawn so far
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return self
@@ -72,7 +72,7 @@ class Batches:
         return crops(self.tokens, self._starts(), self.sequence)
 
     def skip(self, count: int) -> None:
-        """Go on as if so many batches had been drawn."""
+        """Continue as if `count` more batches had been drawn."""
         for _ in range(count):
             self._starts()
 
@@ -90,7 +90,7 @@ def validation_batches(
     batches like those of Batches.
 
     All ranks get equally many (at stage 3 they must run forward together), so that the mean over
-    ranks is the mean over windows; what does not divide by the number of ranks is left out.
+    ranks is the mean over windows; windows that do not divide evenly are left out.
     """
     gap = max(1, (len(tokens) - sequence - 1) // windows)
     starts = [start for start in range(0, len(tokens) - sequence, gap)][:windows]

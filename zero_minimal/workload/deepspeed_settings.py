@@ -1,7 +1,7 @@
-"""Settings from a DeepSpeed file: its optimizer, schedule and loss scale, which no flag can say.
+"""Settings from a DeepSpeed file: its optimizer, schedule and loss scale, which no flag can set.
 
-They do what DeepSpeed 0.19 does with the same values, a schedule's odd first steps too. A test
-holds each beside DeepSpeed's own class, and figures that it gave (tests/deepspeed_recorded.json).
+They do what DeepSpeed 0.19 does with the same values, even a schedule's odd first steps. Tests
+compare each with DeepSpeed's own class and recorded figures (tests/deepspeed_recorded.json).
 """
 
 import math
@@ -16,10 +16,10 @@ from zero_minimal.workload.settings import OPTIMIZER, Settings
 
 @dataclass(frozen=True)
 class FromDeepSpeed(Settings):
-    """Settings of flags, and beside them those of the file; {}: the program's own.
+    """Settings of the flags, and those of the file; {}: the program's own defaults.
 
     optimizer: its "type", AdamW or Adam, and options for it.
-    scheduler: its "type" and all its parameters; {"type": "constant"} is one, too.
+    scheduler: its "type" and all its parameters; {"type": "constant"} is allowed, too.
     fp16: all values of the section of that name.
     """
 
@@ -28,11 +28,11 @@ class FromDeepSpeed(Settings):
     fp16: dict[str, Any] = field(default_factory=dict)
 
     def optimizer_class(self) -> type:
-        """torch's class."""
+        """The optimizer's class in torch."""
         return getattr(torch.optim, self.optimizer.get("type", "AdamW"))
 
     def optimizer_options(self) -> dict:
-        """What it is made with."""
+        """The optimizer's keyword arguments."""
         if not self.optimizer:
             return super().optimizer_options()
         options = {name: value for name, value in self.optimizer.items() if name != "type"}
@@ -40,7 +40,7 @@ class FromDeepSpeed(Settings):
                 "fused": OPTIMIZER["fused"]}
 
     def scheduled(self, step: int, skipped: int) -> dict:
-        """A step's options: DeepSpeed's schedules stand still while fp16 skips."""
+        """The options in a step: DeepSpeed's schedules ignore steps that fp16 skips."""
         if not self.scheduler:
             return super().scheduled(step, skipped)
         parameters = {name: value for name, value in self.scheduler.items() if name != "type"}
@@ -48,14 +48,14 @@ class FromDeepSpeed(Settings):
         return schedule(step - skipped, self.lr, **parameters)
 
     def loss_scaler(self, groups: list | None = None) -> LossScaler | None:
-        """For fp16."""
+        """The loss scaler, for fp16 only."""
         if self.dtype != "fp16" or not self.fp16:
             return super().loss_scaler(groups)
         return DeepSpeedScaler(groups, **self.fp16)
 
 
 # ------------------------------------------------------------------------------------ the schedules
-# A step is the number of updates before it, lr the optimizer's. What a schedule returns are the
+# `step` is the number of updates before it, `lr` the optimizer's. A schedule returns the
 # optimizer's options in that step; its parameters have DeepSpeed's names and defaults.
 
 
@@ -65,8 +65,8 @@ def constant(step: int, lr: float) -> dict:
 
 
 def warm(step: int, steps: int, kind: str) -> float:
-    """How far a warm-up of so many steps is, from 0 to 1; kind: log or linear."""
-    done, steps = step - 1, max(2, steps)  # two steps have the smallest rate: it moves after a step
+    """The progress of a warm-up of `steps` steps, from 0 to 1; kind: log or linear."""
+    done, steps = step - 1, max(2, steps)  # DeepSpeed starts a step late: the first two are equal
     if not 0 <= done < steps:
         return float(done >= steps)
     return 1 / math.log(steps) * math.log(done + 1) if kind == "log" else done / steps
@@ -74,7 +74,7 @@ def warm(step: int, steps: int, kind: str) -> float:
 
 def warmup(step: int, lr: float, *, warmup_min_lr: float = 0.0, warmup_max_lr: float | None = None,
            warmup_num_steps: int = 1000, warmup_type: str = "log") -> dict:
-    """WarmupLR: from one learning rate to another (None: lr), and there it stays."""
+    """WarmupLR: from one learning rate to another (None: lr), then constant."""
     largest = lr if warmup_max_lr is None else warmup_max_lr
     part = warm(step, warmup_num_steps, warmup_type)
     return {"lr": warmup_min_lr + (largest - warmup_min_lr) * part}
@@ -83,7 +83,7 @@ def warmup(step: int, lr: float, *, warmup_min_lr: float = 0.0, warmup_max_lr: f
 def warmup_decay(step: int, lr: float, *, total_num_steps: int, warmup_min_lr: float = 0.0,
                  warmup_max_lr: float = 0.001, warmup_num_steps: int = 1000,
                  warmup_type: str = "log") -> dict:
-    """WarmupDecayLR: the same, and then down in a straight line to where it began."""
+    """WarmupDecayLR: the same, then down in a straight line to warmup_min_lr."""
     part, first = warm(step, warmup_num_steps, warmup_type), max(2, warmup_num_steps)
     if step > first:
         part = max(0.0, (total_num_steps - step + 1) / max(1.0, total_num_steps - first))
@@ -93,7 +93,7 @@ def warmup_decay(step: int, lr: float, *, total_num_steps: int, warmup_min_lr: f
 def warmup_cosine(step: int, lr: float, *, total_num_steps: int, warmup_min_ratio: float = 0.0,
                   cos_min_ratio: float = 1e-4, warmup_num_steps: int = 1000,
                   warmup_type: str = "log") -> dict:
-    """WarmupCosineLR: in parts of lr, and down in half a cosine. Its very first step has none."""
+    """WarmupCosineLR: ratios of lr; after warm-up, half a cosine down. Step 0 has ratio 0."""
     part, first = warm(step, warmup_num_steps, warmup_type), max(2, warmup_num_steps)
     ratio = warmup_min_ratio + part * (1.0 - warmup_min_ratio) if step else 0.0
     if step > first:
@@ -106,7 +106,7 @@ def warmup_cosine(step: int, lr: float, *, total_num_steps: int, warmup_min_rati
 def range_test(step: int, lr: float, *, lr_range_test_min_lr: float = 1e-3,
                lr_range_test_step_size: int = 2000, lr_range_test_step_rate: float = 1.0,
                lr_range_test_staircase: bool = False) -> dict:
-    """LRRangeTest: up without end, or in stairs, to see where training breaks."""
+    """LRRangeTest: up without end, in a line or in stairs, to see where training diverges."""
     gone = step / lr_range_test_step_size
     gone = math.floor(gone) if lr_range_test_staircase else gone
     return {"lr": lr_range_test_min_lr * (1 + lr_range_test_step_rate * gone)}
@@ -119,9 +119,9 @@ def one_cycle(
     decay_step_size: int = 0, cycle_momentum: bool = True, cycle_min_mom: float = 0.8,
     cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0,
 ) -> dict:
-    """OneCycle: up, down (None: as long, in as many stairs; 0 stairs: a line), and then less and
-    less. Adam's first beta moves against it, and the second is 0.99. (At the very first step it is
-    the smallest, and goes on from the largest.)"""
+    """OneCycle: up, down (None: as many steps and stairs as up; 0 stairs: a line), then slow decay.
+    Adam's first beta moves the opposite way, the second is 0.99. (The first beta is the smallest at
+    the first step, then the largest.)"""
     up, stairs = cycle_first_step_size, cycle_first_stair_count
     down = up if cycle_second_step_size is None else cycle_second_step_size
     past, within = step - up - down, step % (up + down)
@@ -147,11 +147,11 @@ SCHEDULES = {"WarmupLR": warmup, "WarmupDecayLR": warmup_decay, "WarmupCosineLR"
 
 
 class DeepSpeedScaler(LossScaler):
-    """A loss scale as the section "fp16" describes it. Used like LossScaler, and differs in when it
-    moves: only the `hysteresis`-th overflow since the scale last grew halves it.
+    """A loss scale as the section "fp16" describes it. It differs from LossScaler in when it
+    changes: only the `hysteresis`-th overflow since the scale last grew halves it.
 
-    loss_scale: a fixed one, that no overflow moves (the step is skipped even so); 0: one that does.
-    consecutive_hysteresis: whether a good step forgets the overflows before.
+    loss_scale: a fixed scale, which no overflow changes (the step is still skipped); 0: dynamic.
+    consecutive_hysteresis: whether a good step resets the count of overflows.
     """
 
     def __init__(self, groups: list | None = None, *, loss_scale: float = 0,
@@ -161,7 +161,7 @@ class DeepSpeedScaler(LossScaler):
         super().__init__(loss_scale or 2.0**initial_scale_power, loss_scale_window, groups)
         self.fixed, self.smallest = loss_scale > 0, min_loss_scale
         self.hysteresis, self.consecutive = hysteresis, consecutive_hysteresis
-        self.left = hysteresis  # overflows from here to the one that halves the scale
+        self.left = hysteresis  # overflows until the scale is halved, that one included
 
     def update(self) -> None:
         """Choose the scale of the next step. Raises: RuntimeError if none is small enough."""
@@ -170,7 +170,7 @@ class DeepSpeedScaler(LossScaler):
             (self.shrink if overflow else self.grow)()
 
     def shrink(self) -> None:
-        """After an overflow."""
+        """Change the scale after an overflow."""
         self._good_steps = 0
         if self.left > 1:
             self.left -= 1
@@ -182,7 +182,7 @@ class DeepSpeedScaler(LossScaler):
             self.scale_value = max(self.scale_value / 2, self.smallest)
 
     def grow(self) -> None:
-        """After a good step."""
+        """Change the scale after a good step."""
         before = self._good_steps  # DeepSpeed's window begins after the first good step
         self._good_steps += 1
         full = before > 0 and before % self.growth_interval == 0

@@ -1,7 +1,7 @@
-"""An encoder of the shape of BERT (Devlin et al. 2019) that says which class a sentence is of.
+"""An encoder shaped like BERT (Devlin et al. 2019) that predicts the class of a sentence.
 
-Learned positions, post-norm blocks in which each word looks at all others, GELU, dropout; the mean
-over the words goes to a linear layer. It is small, and begins from random numbers: no weights to
+Learned positions, post-norm blocks in which each word attends to all words, GELU, dropout; a linear
+layer reads the mean over the words. It is small and starts from random weights: nothing to
 download, no library needed. It knows nothing of ZeRO.
 """
 
@@ -29,7 +29,7 @@ class EncoderConfig:
 
 
 class Attention(nn.Module):
-    """Self-attention: each word looks at all words, and at no padding."""
+    """Self-attention: each word attends to all words, but not to padding."""
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
@@ -64,8 +64,8 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """`model(tokens)` are the logits, [batch, classes]; `model(tokens, labels)` is the loss: the
-    mean cross-entropy in nats a sentence.
+    """`model(tokens)` returns the logits, [batch, classes]; `model(tokens, labels)` returns the
+    loss: the mean cross-entropy in nats per sentence.
 
     tokens: int64 [batch, sequence], PADDING after the last word; labels: int64 [batch].
     """

@@ -1,9 +1,9 @@
-"""Foreign: a model of the library transformers in the place of our GPT, from its config.json alone.
+"""Foreign: a model of the library transformers instead of our GPT, made from its config.json.
 
     torchrun --nproc-per-node 2 zero_minimal/stage3.py --model config.json
 
-It is built on the meta device, and each of its modules then draws its own values. At stage 3 that
-is done unit by unit, elsewhere at once; the values are the same. The library is optional.
+It is built on the meta device, and each of its modules then draws its own values. Stage 3 does that
+unit by unit, other stages all at once; the values are the same. The library is optional.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from zero_minimal.core.units import find_units
 from zero_minimal.extensions import meta_device
 
 PIP = "pip install 'transformers>=5'"
-BYTES = 256  # values of a byte
-# entries of a configuration that make no other model of the same shapes
+BYTES = 256  # the values that a byte can have
+# entries of a configuration that may differ without making it another model
 FREE = re.compile(r"_.*|.*dtype|transformers_version|use_cache|.*drop.*|.*_token_id|architectures")
 
 
 def library():
-    """transformers. Raises: ValueError, with the line that installs it, where it is absent."""
+    """The module transformers. Raises: ValueError, saying how to install it, if it is absent."""
     with contextlib.suppress(ImportError):
         import transformers
 
@@ -46,17 +46,17 @@ def library():
 
 
 def _words(error: Exception) -> str:
-    """The first line of an error of the library: of what it was made from, if that was one, too."""
+    """The first line of the library's error, or of its cause if it has one."""
     return str(error.__cause__ or error).split("\n")[0].rstrip(".")
 
 
 def _reason(error: Exception, entries, kinds) -> str:
-    """Why a file is not taken, of which these are the entries; kinds: what model_type may be."""
+    """Why a file with these entries is refused; kinds: the accepted values of model_type."""
     if isinstance(error, FileNotFoundError):
         return "there is no such file (give the config.json of a model that lies here)"
     if entries is not None and "model_type" not in entries:  # a list, too
         return 'it has no "model_type", such as "gpt2"'
-    words = _words(error).split(". Should contain")[0]  # then come all kinds
+    words = _words(error).split(". Should contain")[0]  # the library then lists all kinds
     kind = str(entries["model_type"]) if entries else ""
     near = [] if kind in kinds else difflib.get_close_matches(kind, kinds, n=1)
     return f"{words}: did you mean {near[0]}?" if near else words
@@ -64,11 +64,11 @@ def _reason(error: Exception, entries, kinds) -> str:
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """A language model of the transformers library, by its config.json; built without weights.
+    """A language model of the library transformers, built from its config.json without weights.
 
     A decoder (Llama, GPT-2) learns to predict the next token. An encoder (BERT) fills gaps: its
-    objective is the masked one (masking.py).
-    Raises: ValueError, in one sentence, without that library, or for a file that it does not take.
+    objective is masked language modelling (masking.py).
+    Raises: ValueError, in one sentence, without that library, or for a file that it refuses.
     """
 
     file: str
@@ -84,12 +84,12 @@ class ForeignModel:
 
     @functools.cached_property
     def config(self):
-        """As the library reads it, without what is for generating."""
+        """The library's configuration object, without the cache for generation."""
         transformers, entries = library(), None
         try:
             entries = self.entries()
             config = transformers.AutoConfig.for_model(**entries)
-        except Exception as error:  # the library has kinds of its own
+        except Exception as error:  # the library has its own classes
             reason = _reason(error, entries, getattr(transformers, "CONFIG_MAPPING", ()))
             raise ValueError(f"{self.file} is no configuration that transformers reads: {reason}"
                              ) from None
@@ -98,29 +98,29 @@ class ForeignModel:
         if getattr(config, "is_encoder_decoder", False) or type(config) not in kinds:
             raise ValueError(f"{self.file} is a {config.model_type}, which is no language model "
                              "of one stack: give one like gpt2, llama or bert")
-        config.use_cache, config.dtype = False, None  # the dtype is ours
+        config.use_cache, config.dtype = False, None  # we choose the dtype
         return config
 
     @property
     def masked(self) -> bool:
-        """Whether it fills gaps: an encoder sees the tokens that follow, too."""
+        """Whether it fills gaps, as an encoder: it also sees the tokens that follow."""
         return (type(self.config) in library().MODEL_FOR_MASKED_LM_MAPPING
                 and not getattr(self.config, "is_decoder", False))
 
     @functools.cached_property
     def sizes(self) -> dict:
-        """name (of its class), parameters, vocabulary (tokens)."""
+        """{"name" (its class), "vocabulary" (tokens), "parameters"}."""
         model = self.on_meta()
         return {"name": type(model).__name__, "vocabulary": self.config.vocab_size,
                 "parameters": sum(param.numel() for param in model.parameters())}
 
     def entries(self) -> dict:
-        """What its file says."""
+        """The contents of its file."""
         return json.loads(Path(self.file).read_text())
 
     def differences(self, entries: dict) -> dict:
-        """How a model of these entries is another one: {name: (there, here)}, {} if it is not. What
-        a file leaves out has the library's default."""
+        """Where a model with these entries differs from this one: {name: (there, here)}. Entries
+        that a file leaves out have the library's defaults."""
         try:
             there = library().AutoConfig.for_model(**entries).to_dict()
         except (ValueError, TypeError, KeyError):
@@ -134,12 +134,12 @@ class ForeignModel:
 
     def on_meta(self, dtype: torch.dtype | None = None, attention: str = "",
                 dropout: bool = True) -> nn.Module:
-        """model(tokens, targets) is the loss. On the meta device; stage 3 gives it values.
+        """A model on the meta device. model(tokens, targets) is the loss; stage 3 draws values.
 
         dtype: of the parameters; None: torch's default.
         attention: the library's "sdpa" (torch's) or "eager" (scores, softmax, product), or
-            "recomputed", eager and once more in backward; "": what the library chooses.
-        Raises: ValueError where the library builds no such model, or has no such attention for it.
+            "recomputed", eager and recomputed in backward; "": the library's choice.
+        Raises: ValueError if the library cannot build the model, or has no such attention for it.
         """
         transformers = library()
         kind = (transformers.AutoModelForMaskedLM if self.masked
@@ -151,17 +151,17 @@ class ForeignModel:
         try:
             with torch.device("meta"):
                 model = kind.from_config(config, dtype=dtype or torch.get_default_dtype(), **how)
-        except Exception as error:  # sizes that do not fit together, say
+        except Exception as error:  # for example, sizes that do not fit together
             raise ValueError(f"transformers does not build the model of {self.file}: "
                              f"{_words(error)}") from error
         model.train()
-        if self.recompute:  # under a new name since transformers 5.20 or so
+        if self.recompute:  # renamed in about transformers 5.20
             enable = getattr(model, "activation_checkpointing_enable", None)
             (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         return with_loss(model)
 
     def build(self, dtype: torch.dtype | None = None, **how) -> nn.Module:
-        """The same on torch's default device, with its values."""
+        """The same model on torch's default device, with values."""
         model = self.on_meta(dtype, **how)
         if torch.get_default_device().type != "meta":
             meta_device.materialise(find_units(model, [])[0], model)
@@ -169,7 +169,7 @@ class ForeignModel:
 
 
 def without_dropout(config):
-    """A copy that drops nothing."""
+    """A copy of the configuration whose dropout shares are all 0."""
     config = copy.deepcopy(config)
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
@@ -178,7 +178,7 @@ def without_dropout(config):
 
 
 def recomputed(module: nn.Module, *given, **options) -> tuple:
-    """Attention as the library's own code for this model has it, computed again in backward."""
+    """The library's own eager attention for this model, recomputed in backward."""
     plain = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if plain is None:
         raise ValueError(f"the library's {type(module).__name__} has no attention that could be "
@@ -191,14 +191,14 @@ def recomputed(module: nn.Module, *given, **options) -> tuple:
 
 
 def register_recomputed(transformers) -> None:
-    """Let the library know it under this name, with the mask that eager attention has."""
+    """Register `recomputed` with the library, with the mask of eager attention."""
     transformers.AttentionInterface.register("recomputed", recomputed)
     masks = transformers.AttentionMaskInterface
     masks.register("recomputed", masks()["eager"])
 
 
 class WithLoss:
-    """What a model of the library is, too, so that it is called as ours: model(tokens) are the
+    """Mixed into a model of the library, so that it is called like ours: model(tokens) returns
     logits, model(tokens, targets) the mean cross-entropy in nats; a target of -100 does not count.
     """
 
@@ -209,8 +209,8 @@ class WithLoss:
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def initialise(self, module: nn.Module) -> None:
-        """Draw one module's values, as it and the library do, from a seed of its own: then they are
-        the same in whichever order modules have their turns."""
+        """Draw one module's values as the library does, from a seed of its own: so the values do
+        not depend on the order of the modules."""
         seed, places, draw = self.drawing
         torch.manual_seed(random.Random(f"seed {seed}, module {places[module]}").getrandbits(63))
         for drawer in draw[module]:
@@ -218,7 +218,7 @@ class WithLoss:
 
 
 def with_loss(model: nn.Module) -> nn.Module:
-    """This model, of a class that is WithLoss, too: the names of its parameters stay."""
+    """This model, with WithLoss mixed into its class; its parameters keep their names."""
     places = {module: place for place, module in enumerate(model.modules())}
     model.drawing = torch.initial_seed(), places, meta_device.drawers(model)
     model.__class__ = type(type(model).__name__, (WithLoss, type(model)), {})

@@ -1,10 +1,10 @@
-"""The loop: one for all stages, for systems made of them, and for the peers in torch beside them.
+"""The training loop for all stages, for systems made of them, and for their peers in torch.
 
     zero = build(Stage2, settings, rank)
     for losses in steps(zero, batches, settings):
         ...
 
-Measurements are handed in as observers: the loop does not know what they measure.
+Measurements are passed in as observers: the loop does not know what they measure.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,8 +24,8 @@ def build(
     stage_class: Callable, settings: Settings, rank: ranks.Rank, *, from_meta: bool = False,
     **options,
 ):
-    """A stage or a peer, made with `options`, around the model of `settings`, alike on every rank:
-    the GPT, or settings.model. from_meta: the latter comes to a stage 3 without memory."""
+    """A stage or a peer, made with `options`, around the GPT or settings.model, with equal values
+    on every rank. from_meta: stage 3 gets settings.model on the meta device."""
     torch.manual_seed(settings.seed)
     with rank.device if settings.model else nullcontext():
         if settings.model:
@@ -40,12 +40,12 @@ def build(
 
 
 def seed_dropout(settings: Settings, data_rank: int) -> None:
-    """From here on each rank that reads its own data draws its own random numbers."""
+    """From now on, each rank that reads its own data also draws its own random numbers."""
     torch.manual_seed(settings.seed + 1 + data_rank)
 
 
 def training_batches(settings: Settings, data_rank: int) -> data.Batches | masking.Masked:
-    """A rank's batches, without end. Raises: ValueError for a text too short, or not readable."""
+    """A rank's endless batches. Raises: ValueError for a text that is too short or unreadable."""
     training, _ = data.split(settings.read_tokens(), settings.sequence)
     batches = data.Batches(training, settings.batch, settings.sequence, settings.seed, data_rank)
     gap = settings.gap
@@ -71,16 +71,16 @@ def steps(
     """Train settings.steps optimizer steps of settings.accumulate micro-batches each.
 
     Args:
-        zero: a stage, or what is used like one.
-        batches: of (inputs, targets), int64 [batch, sequence], one for each micro-batch.
+        zero: a stage, or an object that is used like one.
+        batches: pairs (inputs, targets), int64 [batch, sequence], one for each micro-batch.
         scaler: for fp16.
         observers: each one's step() is a context around every optimizer step.
-        first: the step to begin with; those before it were done by the run that is resumed.
-    Yields: after each step the losses of its micro-batches, [] each, divided by their number, so
-        that their sum is the loss of the step.
+        first: the step to begin with, when a run is resumed.
+    Yields: after each step, the losses of its micro-batches, 0-dim tensors divided by their number,
+        so that their sum is the loss of the step.
     """
     batches, device = iter(batches), next(zero.model.parameters()).device
-    # some peers (DeepSpeed) have a backward of their own
+    # some peers (DeepSpeed) have their own backward
     run_backward = getattr(zero, "run_backward", torch.Tensor.backward)
     for step in range(first, settings.steps):
         for group in zero.optimizer.param_groups:
@@ -103,7 +103,7 @@ def steps(
 
 
 def update(zero, scaler: LossScaler | None, clip: float) -> None:
-    """One optimizer step, clipped unless `clip` is 0; a scaler takes its loss scale out first."""
+    """One optimizer step, clipped unless `clip` is 0; a scaler first divides by its loss scale."""
     if scaler:
         scaler.unscale_(zero)
     if clip:
@@ -128,7 +128,7 @@ def evaluate(zero, batches: list, rank: ranks.Rank) -> float:
 
 
 def mean_over_ranks(values: list[float], rank: ranks.Rank) -> list[float]:
-    """Means of the ranks' numbers, the same on every rank."""
+    """The mean of each number over all ranks, the same on every rank."""
     mean = torch.tensor(values, dtype=torch.float64, device=rank.device)
     collectives.all_reduce(mean, op="avg")
     return mean.tolist()

@@ -1,8 +1,8 @@
-"""Masking: what an encoder such as BERT learns from. Some tokens of each sequence are hidden behind
-one that stands for a gap, and the model is to say what was there.
+"""Masking: the task of an encoder such as BERT. A mask token replaces some tokens of each sequence,
+and the model predicts them.
 
-This is the plain form of it: 15% of the tokens, each of them hidden. (The paper of BERT hides four
-of five, and puts another token, or the same, in the place of the rest.)
+This is the plain form: 15% of the tokens are chosen, and all are masked. (The BERT paper masks four
+of five; the rest become another token or stay as they are.)
 """
 
 import random
@@ -13,11 +13,11 @@ import torch
 from zero_minimal.workload.data import Batches
 
 SHARE = 0.15  # of the tokens
-NO_GAP = -100  # a target that does not count: torch's cross_entropy has it so
+NO_GAP = -100  # a target that does not count: ignore_index of torch's cross_entropy
 
 
 class Masked:
-    """Batches with gaps: (inputs, targets), both int64 [batch, sequence]. Which tokens are hidden
+    """Batches with gaps: (inputs, targets), both int64 [batch, sequence]. Which tokens are masked
     depends on seed, rank and the number of the batch alone."""
 
     def __init__(self, batches: Batches, gap: int, seed: int, rank: int):
@@ -25,11 +25,11 @@ class Masked:
 
     @property
     def drawn(self) -> int:
-        """Batches so far."""
+        """Batches drawn so far."""
         return self.batches.drawn
 
     def skip(self, count: int) -> None:
-        """Go on as if so many batches had been drawn."""
+        """Continue as if `count` more batches had been drawn."""
         self.batches.skip(count)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -41,8 +41,8 @@ class Masked:
 
 
 def with_gaps(tokens: torch.Tensor, gap: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens with gaps, what was there), int64 [batch, sequence]; equally many gaps in each
-    sequence, so that means of batches are means of gaps. name: of these random numbers."""
+    """(tokens with gaps, targets), int64 [batch, sequence]; each sequence has equally many gaps, so
+    that means of batches are means of gaps. name: seeds the random numbers."""
     generator = torch.Generator().manual_seed(random.Random(name).getrandbits(63))
     count = max(1, round(SHARE * tokens.shape[1]))
     chosen = torch.rand(tokens.shape, generator=generator).topk(count, dim=1).indices

@@ -1,7 +1,7 @@
-"""A language model of the shape of GPT-2: what every stage trains.
+"""A language model shaped like GPT-2: what every stage trains.
 
 Learned positions, pre-norm blocks of causal attention and a GELU MLP, biases, dropout, one weight
-for embedding and head, and GPT-2's initialisation ("Language Models are Unsupervised Multitask
+for embedding and head, GPT-2's initialisation ("Language Models are Unsupervised Multitask
 Learners", Radford et al. 2019). It knows nothing of ZeRO.
 """
 
@@ -42,9 +42,9 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention: each position looks at itself and at those before it."""
+    """Causal self-attention: each position attends to itself and to earlier ones."""
 
-    attend = staticmethod(F.scaled_dot_product_attention)  # the kernel; another can stand here
+    attend = staticmethod(F.scaled_dot_product_attention)  # the kernel, which can be replaced
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -98,8 +98,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`model(tokens)` are the logits, `model(tokens, targets)` is the loss: the mean cross-entropy
-    in nats a token.
+    """`model(tokens)` returns the logits, `model(tokens, targets)` the loss: the mean cross-entropy
+    in nats per token.
 
     tokens and targets: int64 [batch, sequence]; logits: [batch, sequence, vocabulary], in the dtype
     of the parameters. The loss is a 0-dim fp32 tensor whatever that dtype is.
@@ -126,8 +126,8 @@ class GPT(nn.Module):
             nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
     def initialise(self, module: nn.Module) -> None:
-        """Draw one module's values. For a model on the meta device stage 3 calls this for each of
-        its modules, those inside another one first."""
+        """Draw one module's values. For a model on the meta device, stage 3 calls this for each of
+        its modules, inner modules first."""
         initialise(module)
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()

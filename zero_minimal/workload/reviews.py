@@ -1,12 +1,12 @@
-"""Sentences and what their readers thought of them: what the encoder of the replication reads.
+"""Review sentences with ratings: the data set of the replication's encoder.
 
-Review sentences with a mean rating from -4 to 4, one a line: number, rating and text, with tabs
-between. They come from the source archive of the package vaderSentiment on PyPI, which has them of
-Hutto & Gilbert, "VADER" (ICWSM 2014); nothing of it is part of this project. Reviews of IMDB do,
-too, where somebody has them.
+Each line has a number, a mean rating from -4 to 4 and a sentence, separated by tabs. They come from
+the source archive of the package vaderSentiment on PyPI, and originally from Hutto & Gilbert,
+"VADER" (ICWSM 2014); none of it is part of this project. IMDB's reviews work, too, if you have
+them.
 
-The file is sorted by class. Whoever splits it by position trains on one class and validates on the
-other: `split_by_position` is that mistake, and `split` is what to do.
+The file is sorted by class. A split by position trains on one class and validates on the other:
+`split_by_position` makes that mistake, `split` is correct.
 """
 
 import collections
@@ -30,7 +30,7 @@ INNER = f"{PACKAGE}-{VERSION}/additional_resources/hutto_ICWSM_2014.tar.gz"
 SENTENCES = "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"
 
 HELD_OUT = 0.2  # share of the sentences
-AT_LEAST = 3  # times a word must occur in training to be one of the vocabulary
+AT_LEAST = 3  # times a word must occur in training to enter the vocabulary
 MOST_WORDS = 20_000
 PADDING, UNKNOWN = 0, 1  # tokens
 
@@ -47,9 +47,9 @@ class Review(NamedTuple):
 
 def read(path: str | Path) -> list[Review]:
     """The rated sentences of the package's archive, or of a text file of the same form, in the
-    file's order; a rating of exactly 0 is neither class, and left out.
+    file's order; a rating of exactly 0 belongs to no class, and is left out.
 
-    Raises: ValueError, saying what to do, for what is neither.
+    Raises: ValueError, saying what to do, for any other file.
     """
     path = Path(path)
     try:
@@ -116,21 +116,21 @@ def _both_classes(reviews: list[Review], name: str) -> list[Review]:
 
 
 def split(reviews: Sequence[Review], seed: int) -> tuple[list[Review], list[Review]]:
-    """For training, and held out for validation: shuffled first."""
+    """Reviews for training and held-out ones for validation, after a shuffle."""
     shuffled = list(reviews)
     random.Random(f"split {seed}").shuffle(shuffled)
     return split_by_position(shuffled)
 
 
 def split_by_position(reviews: Sequence[Review]) -> tuple[list[Review], list[Review]]:
-    """The first four fifths and the last: right for what is shuffled, and a trap for what is
-    sorted."""
+    """The first four fifths and the last fifth: right for shuffled reviews, wrong for sorted
+    ones."""
     held_out = int(len(reviews) * HELD_OUT)
     return list(reviews[:-held_out]), list(reviews[-held_out:])
 
 
 def positive_share(reviews: Sequence[Review]) -> float:
-    """Of 1."""
+    """The share of positive reviews, from 0 to 1."""
     return sum(review.label for review in reviews) / len(reviews)
 
 
@@ -138,7 +138,7 @@ def positive_share(reviews: Sequence[Review]) -> float:
 
 
 def words(text: str) -> list[str]:
-    """In small letters; a comma or a full stop is no word, "!" and "?" are."""
+    """Words in lower case; a comma or a full stop is no word, "!" and "?" are."""
     return re.findall(r"[a-z0-9']+|[!?]", text.lower())
 
 
@@ -154,19 +154,19 @@ class Vocabulary:
         return len(self.numbers) + UNKNOWN + 1
 
     def encode(self, reviews: Sequence[Review], sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens int64 [reviews, sequence], cut off or filled with PADDING, and labels int64
+        """Tokens int64 [reviews, sequence], truncated or filled with PADDING, and labels int64
         [reviews]."""
         tokens = torch.full((len(reviews), sequence), PADDING)
         for row, review in enumerate(reviews):
             numbers = [self.numbers.get(word, UNKNOWN) for word in words(review.text)[:sequence]]
-            numbers = numbers or [UNKNOWN]  # a row of padding only would have no mean
+            numbers = numbers or [UNKNOWN]  # a row of only padding would have no mean
             tokens[row, : len(numbers)] = torch.tensor(numbers)
         return tokens, torch.tensor([review.label for review in reviews])
 
 
 def naive_bayes(training: Sequence[Review], held_out: Sequence[Review]) -> float:
-    """Share of held-out reviews whose class naive Bayes on words finds (with one added to each
-    count): the bar that a model which reads must pass."""
+    """The accuracy of naive Bayes on the words of held-out reviews (with one added to each count):
+    a model that reads must do better."""
     counts = [collections.Counter(), collections.Counter()]
     reviews = collections.Counter(review.label for review in training)
     for review in training:
@@ -188,9 +188,8 @@ def naive_bayes(training: Sequence[Review], held_out: Sequence[Review]) -> float
 
 @dataclass
 class Batches:
-    """The reviews in an order drawn from `seed`, in batches of `batch`, of which each of `ranks`
-    ranks takes its equal part; what does not fill a batch is left out. Without end: one epoch, in
-    an order of its own, follows another.
+    """Endless batches of `batch` reviews, of which each of `ranks` ranks takes an equal part. The
+    order is drawn from `seed`, anew for each epoch; reviews that do not fill a batch are left out.
 
     Each item is (tokens, labels), int64 [batch / ranks, sequence] and [batch / ranks].
     """
@@ -203,7 +202,7 @@ class Batches:
     ranks: int = 1
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """The number of batches in an epoch."""
         return len(self.labels) // self.batch
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

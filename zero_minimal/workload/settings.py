@@ -1,4 +1,4 @@
-"""What a training run can be asked for: one dataclass, and the flags made from it."""
+"""The settings of a training run: one dataclass, and the flags made from it."""
 
 import argparse
 import difflib
@@ -20,7 +20,7 @@ from zero_minimal.workload import data, tokens
 from zero_minimal.workload.foreign import BYTES, ForeignModel
 from zero_minimal.workload.model import GPTConfig
 
-PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg")  # what a drawing can be written as
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg")  # formats of a picture file
 OPTIMIZER = dict(betas=(0.9, 0.95), weight_decay=0.1, fused=True)  # AdamW's options beside lr
 WARM_UP = 100  # steps
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +33,7 @@ def option(default: int | float | str, help: str):
 
 @dataclass(frozen=True)
 class Settings:
-    """One training run. Raises: ValueError, saying what is accepted, for what cannot work."""
+    """One training run. Raises: ValueError, saying what is accepted, if it cannot work."""
 
     layers: int = option(6, "blocks of the model")
     hidden: int = option(256, "width of the model")
@@ -52,8 +52,8 @@ class Settings:
                                     "backward")
     lr: float = option(2e-3, "learning rate, before warm-up and decay")
     dropout: float = option(0.0, "share of activations set to zero in training")
-    model: str = option("", "config.json of the library transformers (gpt2, llama, bert, …): that "
-                            "model in the place of our GPT")
+    model: str = option("", "config.json of the library transformers (gpt2, llama, bert, …): train "
+                            "that model instead of our GPT")
     tokenizer: str = option("", "with --model: tokenizer.json of its vocabulary (default: a token "
                                 "is a byte)")
 
@@ -86,20 +86,20 @@ class Settings:
 
     @functools.cached_property
     def foreign(self) -> ForeignModel:
-        """What --model names. Raises: ValueError, saying why, for what is not taken."""
+        """The model that --model names. Raises: ValueError, saying why, if it is refused."""
         return ForeignModel(self.model, self.sequence, self.recompute)
 
     @property
     def gap(self) -> int | None:
-        """The token of a gap, for a model that fills them; None for one that goes on with a text.
-        Of bytes it is the first number that none has."""
+        """The mask token, for a model that fills gaps; None for one that continues a text. If
+        tokens are bytes, it is 256, the first number that is not a byte."""
         if not self.model or not self.foreign.masked:
             return None
         return tokens.gap(self.tokenizer) if self.tokenizer else BYTES
 
     def _check_vocabulary(self) -> None:
-        """Raises: ValueError, with the line to write, if the tokens are no tokens of the model, or
-        if there is no such model."""
+        """Raises: ValueError, with the line to write, if the tokens do not fit the model's
+        vocabulary, or if there is no such model."""
         beside = tokens.file_of(self.model).with_name("tokenizer.json")
         if not self.tokenizer and (known := tokens.listed(beside)) > BYTES + 1:
             raise ValueError(f"{beside} has {known} tokens, and without --tokenizer a byte would "
@@ -119,33 +119,33 @@ class Settings:
         return data.read_tokens(self.text, self.tokenizer)
 
     def optimizer_class(self) -> type:
-        """torch's class."""
+        """The optimizer's class in torch."""
         return torch.optim.AdamW
 
     def optimizer_options(self) -> dict:
-        """What it is made with."""
+        """The optimizer's keyword arguments."""
         return {"lr": self.lr, **OPTIMIZER}
 
     def learning_rate(self, step: int) -> float:
-        """Of a step, from 0 on: a linear warm-up, times half a cosine down to a tenth.
+        """A step's rate, from step 0: linear warm-up times half a cosine down to a tenth.
 
-        Warm-up counts steps, however long the run is: a young model that is pushed too fast
-        stumbles.
+        The warm-up has a fixed number of steps, however long the run is: too high a rate early
+        makes training unstable.
         """
         warm = min(1.0, (step + 1) / WARM_UP)
         return self.lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
 
     def scheduled(self, step: int, skipped: int) -> dict:
-        """The optimizer's options in a step; `skipped` steps before it were skipped by fp16. Here
-        these count like all others."""
+        """The optimizer's options in a step; fp16 skipped `skipped` steps before it, which count
+        here like all others."""
         return {"lr": self.learning_rate(step)}
 
     def loss_scaler(self, groups: list | None = None) -> LossScaler | None:
-        """For fp16, whose loss is scaled; else None. groups: as LossScaler takes them."""
+        """The loss scaler for fp16, otherwise None. groups: as LossScaler takes them."""
         return LossScaler(groups=groups) if self.dtype == "fp16" else None
 
     def tokens_per_step(self, ranks: int) -> int:
-        """Tokens that all ranks together learn from in one optimizer step."""
+        """Tokens that all ranks together train on in one optimizer step."""
         return ranks * self.batch * self.sequence * self.accumulate
 
 
@@ -153,9 +153,9 @@ class Settings:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser for torchrun's programs: every rank reads the same flags, rank 0 speaks.
+    """An ArgumentParser for torchrun's programs: all ranks read the same flags, rank 0 prints.
 
-    What it refuses it answers with one line, and the name that was meant, if one is near.
+    It refuses with one line, which suggests a similar name if there is one.
     """
 
     def __init__(self, *, allow_abbrev: bool = False, **options):
@@ -163,7 +163,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):
         words = sys.argv[1:] if args is None else args
-        self.given = {word.split("=")[0] for word in words}  # a default that was written is given
+        self.given = {word.split("=")[0] for word in words}  # also flags written with their default
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = next((word for word in unknown if word.startswith("-")), unknown[0])
@@ -172,7 +172,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def given_values(self, args=None) -> dict:
-        """{name: value} of the flags that are given, without those that have their defaults."""
+        """{name: value} of the flags on the command line, without those left at their defaults."""
         unset = object()
         blank = argparse.Namespace(**{action.dest: unset for action in self._actions})
         found = vars(self.parse_known_args(args, blank)[0])
@@ -191,7 +191,7 @@ class Parser(argparse.ArgumentParser):
 
 def meant(name: str, names: Iterable[str]) -> str:
     """": did you mean --ranks?" if one of the names is near, else nothing."""
-    name = name.strip("-")  # dashes are alike in all flags
+    name = name.strip("-")  # all flags begin with dashes
     by_letters = {each.strip("-"): each for each in names}
     longer = [each for each in by_letters if name and each.startswith(name)]
     near = longer or difflib.get_close_matches(name, by_letters, n=1)
@@ -215,10 +215,10 @@ def add_settings(parser: argparse.ArgumentParser, **defaults) -> None:
 
 
 def read_settings(parser: Parser, arguments: argparse.Namespace) -> Settings:
-    """Settings from parsed flags. Ends the program, saying what is accepted, if they cannot work.
+    """Settings from parsed flags. If they cannot work, ends the program and says what is accepted.
 
-    All that can be known before the ranks connect is checked here, the text too: so all refuse
-    alike.
+    Checks here, before the ranks connect, all that can be checked, even the text: so all ranks
+    refuse alike.
     """
     names = [setting.name for setting in fields(Settings)]
     try:
@@ -231,11 +231,11 @@ def read_settings(parser: Parser, arguments: argparse.Namespace) -> Settings:
     return settings
 
 
-SIZES = ("layers", "hidden", "heads", "dropout")  # of our GPT: the file of --model has its own
+SIZES = ("layers", "hidden", "heads", "dropout")  # of our GPT: the file of --model sets its own
 
 
 def _refuse_sizes(parser: Parser, arguments: argparse.Namespace) -> None:
-    """End the program if a size is asked for that --model's file says."""
+    """End the program if a flag asks for a size that --model's file sets."""
     for name in SIZES:
         if f"--{name}" in parser.given:
             parser.error(f"--{name} is for the GPT here, and the sizes of --model are those of its "
@@ -243,7 +243,7 @@ def _refuse_sizes(parser: Parser, arguments: argparse.Namespace) -> None:
 
 
 def refuse_model(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End a program whose model is cut over ranks if --model asks for another one."""
+    """End a program whose model is split over ranks if --model names another model."""
     if arguments.model:
         parser.error("--model is for the stages: here ranks share a model, and only our GPT is cut "
                      "so; leave --model out")
@@ -252,18 +252,18 @@ def refuse_model(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Give the parser --device, which ranks.choose understands."""
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
-                        help="default: auto, a GPU if any")
+                        help="default: auto, a GPU if there is one")
 
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """Give the parser --timeout, for ranks.start."""
     parser.add_argument("--timeout", type=positive, default=COLLECTIVE_TIMEOUT, metavar="SECONDS",
-                        help="a rank that hears nothing from the others for so long ends, and says "
+                        help="a rank that hears nothing from the others for so long ends and says "
                              f"so (default: {COLLECTIVE_TIMEOUT})")
 
 
 def output_file(path: str) -> Path:
-    """The type of a flag that names a file to write: refuses one that cannot be written."""
+    """The type of a flag that names an output file: refuses a file that cannot be written."""
     file = Path(path)
     if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{path!r} cannot be written: name a file in a folder "
@@ -272,7 +272,7 @@ def output_file(path: str) -> Path:
 
 
 def picture_file(path: str) -> Path:
-    """The type of a flag that names a picture to write: refuses the suffix of anything else."""
+    """The type of a flag that names a picture to write: refuses suffixes outside PICTURES."""
     file = output_file(path)
     if file.suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"{path!r} is no picture: its name must end in "
@@ -289,7 +289,7 @@ def positive(text: str) -> int:
 
 
 def _number(kind: type):
-    """int or float, with an error that says so."""
+    """The type of a flag for int or float, whose error says which is wanted."""
 
     def number(text: str):
         try:

@@ -1,7 +1,7 @@
-"""Tokens: a text in the vocabulary of a tokenizer, a file of the library tokenizers.
+"""Tokens: a text in the vocabulary of a tokenizer, which is a file of the library tokenizers.
 
-Without one the bytes of the text are the tokens (data.py). The library is optional: transformers
-brings it along.
+Without one, the bytes of the text are the tokens (data.py). The library is optional: transformers
+installs it.
 """
 
 import contextlib
@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 
 PIP = "pip install tokenizers"
-GAPS = ("[MASK]", "<mask>")  # how tokenizers of encoders call the token of a gap
+GAPS = ("[MASK]", "<mask>")  # how tokenizers of encoders name the mask token
 
 
 def file_of(path: str) -> Path:
-    """tokenizer.json, if the path is a folder of the library's."""
+    """The path itself, or tokenizer.json in it if it is a folder."""
     return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
 
 
 def listed(file: Path) -> int:
-    """How many tokens a tokenizer.json lists; 0 if there is none that can be read."""
+    """How many tokens a tokenizer.json lists; 0 if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return len(json.loads(file.read_text())["model"]["vocab"])
     return 0
@@ -29,7 +29,7 @@ def listed(file: Path) -> int:
 
 @functools.lru_cache(maxsize=2)
 def read(path: str):
-    """A tokenizer. Raises: ValueError, saying what to do, without the library or for another file.
+    """A tokenizer. Raises: ValueError, saying what to do, without the library or for other files.
     """
     tokenizers = None
     with contextlib.suppress(ImportError):
@@ -57,12 +57,12 @@ def encode(content: bytes, path: str) -> torch.Tensor:
 
 
 def size(path: str) -> int:
-    """Tokens of a tokenizer, with those that were added."""
+    """The number of a tokenizer's tokens, including added ones."""
     return read(path).get_vocab_size()
 
 
 def gap(path: str) -> int:
-    """The token of a gap. Raises: ValueError if there is none."""
+    """The mask token, which marks a gap. Raises: ValueError if there is none."""
     found = [token for name in GAPS if (token := read(path).token_to_id(name)) is not None]
     if not found:
         raise ValueError(f"an encoder fills gaps, and --tokenizer {path} has no token for them: "

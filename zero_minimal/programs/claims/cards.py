@@ -1,4 +1,4 @@
-"""Cards: all claims by their numbers, what each one says, and how it is examined."""
+"""Cards: all claims by number, their texts, and how they are examined."""
 
 import inspect
 import re
@@ -16,7 +16,7 @@ CARDS: dict[int, Callable] = {int(name[5:]): value for module in MODULES for nam
 
 
 def words(number: int) -> dict[str, str]:
-    """What a card says, out of its docstring: "claim", "refuted by", "run", "number", and the "unit" of that."""
+    """The parts of a card's docstring: "claim", "refuted by", "run", "number", and the number's "unit"."""
     text = " ".join(inspect.getdoc(CARDS[number]).split())
     found = re.fullmatch(r"Claim: (.*) Refuted by: (.*) Run: (.*) Number(?:, in ([^:]*))?: (.*)", text)
     claim, refuted, run, unit, what = found.groups()
@@ -25,7 +25,7 @@ def words(number: int) -> dict[str, str]:
 
 
 def examine(number: int, setting: Setting) -> tuple[str, float, list[dict]]:
-    """In a rank: the card's verdict and number, and the journal of what it ran."""
+    """Run in a rank: the card's verdict and number, and the journal of its runs."""
     with ranks.start() as rank:
         lab = Lab(setting, rank)
         verdict, found = CARDS[number](lab)

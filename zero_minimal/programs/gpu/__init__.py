@@ -1,1 +1,1 @@
-"""What `python -m zero_minimal check-gpu` looks at: each file is a part, a program of its own."""
+"""What `python -m zero_minimal check-gpu` checks: each file has parts, which run as separate programs."""

@@ -1,7 +1,7 @@
 """Agreement: whether all stages compute the same bits on GPUs, as they do on CPUs.
 
-    nccl      a rank for each GPU. NCCL sums in an order of its own, which depends on where an element lies: with more
-              than two ranks stages may differ in the last bits
+    nccl      a rank for each GPU. NCCL's order of summation depends on an element's position: with more than two ranks,
+              stages may differ in the last bits
     shared    several ranks on one GPU, gloo with host staging: sums are in rank order, and bits must agree
 """
 
@@ -24,8 +24,8 @@ from zero_minimal.workload.settings import Settings
 
 STEPS = 4
 SHARING = 2  # ranks on one GPU
-CLOSE = 1e-4  # relative: sums in another order, or an update on the CPU
-WAYS = {  # name: the stage, and what its blocks' checkpoints are told
+CLOSE = 1e-4  # relative: for sums in another order, or an update on the CPU
+WAYS = {  # name: the stage, and its options for checkpoints
     **{f"stage {number}": (stage, None) for number, stage in enumerate(STAGES)},
     "stage 2, checkpoints": (Stage2, {}),
     "stage 3, checkpoints": (Stage3, {}),
@@ -51,7 +51,7 @@ def shared(place: Place) -> dict:
 
 
 def compared(place: Place, world_size: int, bits: bool) -> dict:
-    """Train in all ways, and look whose losses and parameters are whose. bits: they must be the same."""
+    """Train in all ways, and compare losses and parameters. bits: they must be the same to the bit."""
     same_bits()
     names = IN_DRY if place.dry else [*WAYS, *AWAY]
     rows, checks = [], []
@@ -75,20 +75,20 @@ def alike(what: str, rows: list[dict], bits: bool) -> Check:
 
 
 def near(what: str, row: dict, reference: dict) -> Check:
-    """Whether the losses are about the reference's."""
+    """Whether the losses are close to the reference's."""
     limit, furthest = CLOSE if row["dtype"] == "fp32" else 1e-2, apart(row, reference)
     return Check(what, f"losses within {furthest:.1g}", f"within {limit:g}", furthest <= limit)
 
 
 def apart(row: dict, reference: dict) -> float:
-    """The largest relative difference of two runs' losses; infinite for one that is not a number."""
+    """The largest relative difference of two runs' losses; infinite if a loss is NaN."""
     pairs = list(zip(row["losses"], reference["losses"], strict=True))
     apart = [abs(loss - right) / abs(right) for loss, right in pairs]
     return max(one if one == one else float("inf") for one in apart)
 
 
 def train_all(settings: Settings, names: Sequence[str]) -> list[dict]:
-    """On each rank: all these ways, one after the other."""
+    """Run on each rank: train in all these ways, one after the other."""
     ask_for_same_bits()
     rows = []
     for name in names:

@@ -1,7 +1,7 @@
-"""Copies: whether what goes to the host and comes back does so beside the computation.
+"""Copies: whether copies to the host and back overlap with computation.
 
     offload        gradients leave during backward, parameters return (offload.py, offloading/pinned_link.py)
-    checkpoints    P_a+cpu: a block's input leaves during the forward of the blocks after it (offloading/host.py)
+    checkpoints    P_a+cpu: a block's input leaves during the forward of later blocks (offloading/host.py)
 
 CUDA's events say when each copy of the bus ran; torch's profiler says when each kernel ran, and on which stream.
 """
@@ -21,9 +21,9 @@ from zero_minimal.stage3 import Stage3
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 
-WARM = 2  # steps before anything is measured: pinned memory is taken in the first
+WARM = 2  # steps before measuring: the first one allocates pinned memory
 CLOSE = 1e-3  # relative: bf16
-HIDDEN = 0.5  # the share of the copies that should run beside kernels
+HIDDEN = 0.5  # the share of the copies that should overlap with kernels
 
 
 def offload(place: Place) -> dict:
@@ -33,7 +33,7 @@ def offload(place: Place) -> dict:
     for row in rows:
         name = row["name"]
         checks.append(share(f"{name}: gradients leave beside kernels", row["hidden"]["DtoH"]))
-        if name.startswith("stage 3"):  # it is the host's update that they wait for: a step is short beside it
+        if name.startswith("stage 3"):  # they wait for the host's update, which is long compared with a step
             back = share(f"{name}: parameters come back beside kernels", row["hidden"]["HtoD"])
             checks.append(replace(back, wanted="more where the host updates faster than the GPU computes", ok=None))
         events = row["events"]
@@ -60,22 +60,22 @@ def checkpoints(place: Place) -> dict:
 
 
 def same_losses(here: list[float], there: list[float]) -> Check:
-    """The first is computed before any backward, so its bits are the same. Backward of fused attention adds in any
-    order: the others are close. (The part `nccl` compares all bits, with attention that adds in one order.)"""
+    """The first loss precedes any backward, so its bits are the same. Backward of fused attention adds in any order, so
+    later losses are only close. (The part `nccl` compares all bits, with attention that adds in one order.)"""
     apart = max(abs(one - other) / one for one, other in zip(here, there, strict=True))
     return Check("losses with and without", f"the first {'the same' if here[0] == there[0] else 'another'}, all within "
                  f"{apart:.1g}", f"the same, and within {CLOSE}", here[0] == there[0] and apart <= CLOSE)
 
 
 def share(what: str, hidden: float | None) -> Check:
-    """A share of time that was hidden."""
+    """Check the share of time that was hidden."""
     if hidden is None:
         return Check(what, "nothing of it in the trace", f"at least {HIDDEN:.0%}", None)
     return Check(what, f"{hidden:.0%} of their time", f"at least {HIDDEN:.0%}", hidden >= HIDDEN)
 
 
 def hidden_of(work: list[device_trace.Work]) -> dict:
-    """Of the JSON: the hidden share of each way, and the seconds of copies and kernels."""
+    """For the JSON: the hidden share in each direction, and the seconds of copies and kernels."""
     kernels = device_trace.computation(work)
     ways = {way: device_trace.copies(work, way) for way in ("DtoH", "HtoD")}
     return {"hidden": {way: device_trace.hidden(some, kernels) for way, some in ways.items()},
@@ -87,7 +87,7 @@ def hidden_of(work: list[device_trace.Work]) -> dict:
 
 
 def warmed(stage, settings: Settings, rank: ranks.Rank, more: int) -> tuple:
-    """A stage after WARM steps, and so many batches to go on with, on the rank's device."""
+    """A stage after WARM steps, and `more` further batches, on the rank's device."""
     zero, source = loop.build(stage, settings, rank), loop.training_batches(settings, rank.rank)
     batches = [tuple(part.to(rank.device) for part in next(source)) for _ in range(WARM + more)]
     for batch in batches[:WARM]:
@@ -96,7 +96,7 @@ def warmed(stage, settings: Settings, rank: ranks.Rank, more: int) -> tuple:
 
 
 def watch_offload(settings: Settings, trace: str) -> list[dict]:
-    """A step of each of the two, and the forward after it: at stage 3 parameters come back then."""
+    """A step of each of the two, and the next forward, in which stage 3's parameters return."""
     rows = []
     for number, stage in ((2, Offloaded2), (3, Offloaded3)):
         with ranks.start() as rank:
@@ -121,7 +121,7 @@ def watch_offload(settings: Settings, trace: str) -> list[dict]:
 
 
 def step(zero, batch: tuple) -> tuple:
-    """One of training. Returns the moments at which backward began and ended."""
+    """A training step. Returns the moments at which backward began and ended."""
     meter = gpu.of(batch[0].device)
     zero.zero_grad()
     loss = zero.model(*batch)
@@ -133,7 +133,7 @@ def step(zero, batch: tuple) -> tuple:
 
 
 def by_events(copies: list, moments: tuple, meter) -> dict | None:
-    """How many copies to the host began before backward had ended, and their seconds. None without a GPU."""
+    """How many copies to the host began before the end of backward, and their seconds. None without a GPU."""
     if not meter.is_there:
         return None
     meter.synchronize()
@@ -145,7 +145,7 @@ def by_events(copies: list, moments: tuple, meter) -> dict | None:
 
 
 def watch_checkpoints(settings: Settings) -> list[dict]:
-    """With checkpoints on the GPU, and with them on the host."""
+    """Train with checkpoints on the GPU, and with checkpoints on the host."""
     rows = []
     for to_host in (False, True):
         with ranks.start() as rank:
@@ -171,11 +171,11 @@ def watch_checkpoints(settings: Settings) -> list[dict]:
     return rows
 
 
-# ---------------------------------------------------------------------------------------------- messages beside kernels
+# ------------------------------------------------------------------------------------------------- messages and kernels
 
 
 def overlap(place: Place) -> dict:
-    """The part: how much of NCCL's time has kernels beside it, on a rank for each GPU."""
+    """The part: how much of NCCL's time overlaps with kernels, on a rank for each GPU."""
     world_size = 1 if place.dry else place.gpus
     rows = place.run(watch_messages, world_size, place.settings(steps=WARM + 1), place.trace)[0]
     checks = [share(f"{row['name']}: NCCL beside kernels", row["hidden"]) for row in rows]
@@ -183,7 +183,7 @@ def overlap(place: Place) -> dict:
 
 
 def watch_messages(settings: Settings, trace: str) -> list[dict]:
-    """A step of stages 2 and 3 under the profiler. Rank 0 keeps the trace of stage 3."""
+    """A step of stages 2 and 3 under the profiler. Rank 0 saves the trace of stage 3."""
     rows = []
     for number, stage in ((2, Stage2), (3, Stage3)):
         with ranks.start() as rank:

@@ -1,7 +1,7 @@
-"""Fragments: M_D, and our model of CUDA's allocator, beside torch.cuda.memory_stats.
+"""Fragments: compares M_D, and our model of CUDA's allocator, with torch.cuda.memory_stats.
 
 A training with sequences of many lengths is recorded on the CPU, with slabs and without (programs/lesson08_program.py).
-The GPU's allocator is then asked for the same tensors, in the same order, and says what it held.
+Then the GPU's allocator serves the same tensors in the same order, and reports what it held.
 """
 
 import torch
@@ -12,12 +12,12 @@ from zero_minimal.programs.gpu.place import Check, Place, result
 from zero_minimal.programs.lesson08_program import record, varied_lengths
 from zero_minimal.workload.model import GPTConfig
 
-NEAR = 20 * 2**20  # bytes: a segment. Among equal blocks addresses decide, which the model does not know
+NEAR = 20 * 2**20  # bytes of a segment. Addresses decide among equal blocks, and the model does not know them
 BATCH, ACCUMULATE = 8, 3
 
 
 def run(place: Place) -> dict:
-    """The part: what the allocator holds at the peak, in use and not, with slabs and without."""
+    """The part: used and unused bytes of the allocator at the peak, with and without slabs."""
     sizes = dict(layers=2, hidden=32, sequence=32, vocabulary=256) if place.dry else \
         dict(layers=3, hidden=128, sequence=192, vocabulary=16384)
     config = GPTConfig(heads=2, **sizes)
@@ -41,12 +41,12 @@ def run(place: Place) -> dict:
 
 
 def unused(stats: dict) -> int:
-    """Bytes that the allocator held at the peak beyond what was in use at the peak."""
+    """Bytes that the allocator held at the peak but were not in use."""
     return stats["reserved"] - stats["allocated"]
 
 
 def asked_for(trace: list, device: torch.device) -> dict[str, int]:
-    """What the allocator says of its peaks when it is asked for these tensors, beyond what it had before."""
+    """The allocator's peaks when it serves these tensors, minus what it had before."""
     meter, tensors = gpu.of(device), {}
     if meter.is_there:
         torch.empty(1, device=device)

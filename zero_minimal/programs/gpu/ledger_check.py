@@ -1,4 +1,4 @@
-"""Memory: whether the ledger counts what CUDA's allocator has given out, now and at the peak."""
+"""Memory: whether the ledger agrees with CUDA's allocator, now and at the peak."""
 
 import gc
 
@@ -10,11 +10,11 @@ from zero_minimal.programs.registry import STAGES
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 
-NOW, AT_THE_PEAK = 0.02, 0.05  # how far they may be apart: a kernel's own scratch is in the allocator's peak alone
+NOW, AT_THE_PEAK = 0.02, 0.05  # tolerances: only the allocator's peak includes a kernel's own scratch
 
 
 def run(place: Place) -> dict:
-    """The part: each stage, on a rank for each GPU."""
+    """The part: check each stage, on a rank for each GPU."""
     world_size = 1 if place.dry else place.gpus
     rows = place.run(count, world_size, place.settings(dtype="fp32", steps=3))[0]
     checks = [check(row, *rest) for row in rows
@@ -23,7 +23,7 @@ def run(place: Place) -> dict:
 
 
 def check(row: dict, key: str, limit: float, when: str) -> Check:
-    """The ledger beside the allocator."""
+    """Compare the ledger with the allocator."""
     ledger, allocator = row["ledger"][key], row["allocator"][key]
     what = f"{row['name']}, {when}: the ledger, against torch.cuda"
     if not allocator:
@@ -34,7 +34,7 @@ def check(row: dict, key: str, limit: float, when: str) -> Check:
 
 
 def count(settings: Settings) -> list[dict]:
-    """On each rank: bytes by ledger and by allocator, stage by stage."""
+    """Run on each rank: bytes by ledger and by allocator, for each stage."""
     rows = []
     with ranks.start() as rank:
         meter = gpu.of(rank.device)
@@ -53,7 +53,7 @@ def count(settings: Settings) -> list[dict]:
                 meter.synchronize()
                 row = {"name": f"stage {number}", "ledger": {"now": ledger.rounded(512) - there},
                        "allocator": {"now": meter.allocated() - before}, "categories": ledger.states()}
-            # the peak apart, in a step that nobody watches: the ledger keeps what it looks at alive for a moment
+            # measure the peak in a separate unwatched step: the ledger briefly keeps alive what it looks at
             with Ledger(rank.device) as ledger:
                 ledger.watch(zero.model, zero)
                 ledger.reset()

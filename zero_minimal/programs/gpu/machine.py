@@ -1,4 +1,4 @@
-"""Machine: what is here, and whether a GPU computes what the CPU computes."""
+"""Machine: its hardware and versions, and whether a GPU computes the same as the CPU."""
 
 import platform
 
@@ -19,7 +19,7 @@ def run(place: Place) -> dict:
 
 
 def facts(place: Place) -> dict:
-    """Of the JSON: versions, and each GPU."""
+    """For the JSON: versions, and each GPU."""
     told = {"python": platform.python_version(), "torch": torch.__version__, "gpus": []}
     if place.dry:
         return told

@@ -1,9 +1,9 @@
-"""Parts: what check-gpu consists of. Each runs as a process of its own, so that one that hangs or crashes is a line of
-the table, and the others run all the same.
+"""Parts: the parts of check-gpu. Each runs in its own process, so that a part that hangs or crashes becomes a line of
+the table, and the others still run.
 
     python -m zero_minimal.programs.gpu.parts NAME --json FILE [--gpus N] [--dry]
 
-is what check-gpu starts, and what to start alone for a part that has failed.
+is the command that check-gpu starts; use it to rerun a failed part.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from zero_minimal.programs.gpu.place import Place
 
 @dataclass(frozen=True)
 class Part:
-    """What it looks at, in words; the function(place) in this folder; seconds that it may take; GPUs that it needs."""
+    """What it checks, in words; its function(place) in this folder; its limit in seconds; GPUs that it needs."""
 
     title: str
     module: str
@@ -26,7 +26,7 @@ class Part:
     gpus: int = 1
 
 
-PARTS = {  # in the order in which they run; their limits are 8 minutes together
+PARTS = {  # in the order in which they run; their limits add up to 8 minutes
     "machine": Part("what is here", "machine", limit=20),
     "nccl": Part("all stages on NCCL, a rank a GPU", "agreement", "nccl", 50),
     "shared": Part("all stages, ranks that share a GPU", "agreement", "shared", 70),
@@ -40,7 +40,7 @@ PARTS = {  # in the order in which they run; their limits are 8 minutes together
 
 
 def main(arguments: list[str]) -> None:
-    """One part: what it found goes to a file."""
+    """Run one part, and write its results to a file."""
     parser = argparse.ArgumentParser(prog="python -m zero_minimal.programs.gpu.parts")
     parser.add_argument("name", choices=PARTS)
     parser.add_argument("--json", required=True)

@@ -1,4 +1,4 @@
-"""Place: where a part of check-gpu runs, what it trains there, and how it says what it found."""
+"""Place: where a part of check-gpu runs, what it trains there, and how it reports results."""
 
 import os
 from collections.abc import Callable
@@ -9,13 +9,13 @@ import torch
 from zero_minimal.processes import ranks
 from zero_minimal.workload.settings import Settings
 
-SMALL = dict(layers=2, hidden=32, heads=2, sequence=16, batch=2)  # --dry, and what compares bits
+SMALL = dict(layers=2, hidden=32, heads=2, sequence=16, batch=2)  # for --dry, and for comparing bits
 
 
 @dataclass(frozen=True)
 class Place:
-    """gpus: how many there are. dry: none is used, all is on the CPU and small. trace: where a trace shall be kept.
-    limit: seconds for this part."""
+    """gpus: how many there are. dry: use none, run small versions on the CPU. trace: where to save a trace. limit:
+    seconds for this part."""
 
     gpus: int = 0
     dry: bool = False
@@ -27,15 +27,15 @@ class Place:
         return "cpu" if self.dry else "cuda"
 
     def run(self, function: Callable, world_size: int, *args) -> list:
-        """The function's results, of new ranks. If they hang it says where, before this process has to end."""
+        """The function's results from new ranks. If they hang, it reports where before its own time is up."""
         rest = dict(device=self.device, timeout=self.limit - 5)
-        if self.dry:  # small, so that threads would only wait for each other
+        if self.dry:  # the models are so small that threads would only wait for each other
             return ranks.run(in_one_thread, world_size, function, *args, **rest)
         return ranks.run(function, world_size, *args, **rest)
 
     def settings(self, **others) -> Settings:
-        """What a GPU has something to do with, so that it is no slower to compute than Python is to ask for it: 302
-        million parameters where memory takes them, else 85, and as many tokens as it takes."""
+        """Settings that keep a GPU busy, so that Python is not the bottleneck: 302 million parameters if memory allows,
+        else 85 million, and as many tokens as needed."""
         if self.dry:
             return Settings(**{**SMALL, "dtype": "bf16"} | others)
         sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(self.gpus)]
@@ -45,19 +45,19 @@ class Place:
                                dtype="bf16") | others)
 
     def small(self, **others) -> Settings:
-        """What is quick, whatever has to be compared."""
+        """Small and quick settings, for comparisons."""
         return Settings(**(SMALL if self.dry else dict(layers=4, hidden=256, heads=4, sequence=64, batch=4)) | others)
 
 
 def in_one_thread(function: Callable, *args) -> object:
-    """What the function returns."""
+    """Run a function in one thread; return its result."""
     torch.set_num_threads(1)
     return function(*args)
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was measured, and whether it is what was wanted: True, False, or None where there was nothing to measure."""
+    """A measurement, and whether it is as wanted: True, False, or None if there was nothing to measure."""
 
     what: str
     measured: str
@@ -66,23 +66,23 @@ class Check:
 
 
 def result(checks: list[Check], **more) -> dict:
-    """What a part writes: its checks, and the numbers for table and pictures."""
+    """The results of a part: its checks, and the numbers for table and pictures."""
     return {"checks": [asdict(check) for check in checks], **more}
 
 
 def one_gpu_only() -> None:
-    """From here on this process, and what it starts, sees one GPU: so that several ranks have to share it."""
+    """From now on, this process and its child processes see one GPU, so that several ranks must share it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
 
 
 def same_bits() -> None:
-    """From here on, in this process and in what it starts, the same computation gives the same bits."""
+    """From now on, in this process and its child processes, the same computation gives the same bits."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 
 def ask_for_same_bits() -> None:
-    """The same, in a rank. Attention is plain products of matrices: backward of the fused kernels adds in any order."""
+    """The same, in a rank. Attention uses plain matrix products, since backward of fused kernels adds in any order."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)

@@ -1,4 +1,4 @@
-"""Throughput: our stages beside torch's DDP and FSDP2 on GPUs."""
+"""Throughput: our stages compared with torch's DDP and FSDP2 on GPUs."""
 
 import gc
 import statistics
@@ -12,12 +12,12 @@ from zero_minimal.workload.settings import Settings
 
 NAMES = ("DDP", "stage 0", "stage 1", "stage 2", "stage 3", "FSDP2")
 WARM_UP, STEPS = 5, 20
-BUCKET = 25 * 2**20  # bytes, as DDP has them: our 4 MiB are for CPUs, and make a GPU wait for Python
-CLOSE = 2e-2  # relative: bf16, and sums in another order
+BUCKET = 25 * 2**20  # bytes, as in DDP: our 4 MiB are for CPUs, and make a GPU wait for Python
+CLOSE = 2e-2  # relative: for bf16, and sums in another order
 
 
 def run(place: Place) -> dict:
-    """The part: milliseconds a step and tokens a second, each contender in turn, in the same ranks."""
+    """The part: milliseconds per step and tokens per second, each contender in turn, in the same ranks."""
     world_size = 1 if place.dry else place.gpus
     settings = place.settings(steps=2 if place.dry else STEPS)
     rows = place.run(time_all, world_size, settings)[0]
@@ -29,7 +29,7 @@ def run(place: Place) -> dict:
 
 
 def time_all(settings: Settings) -> list[dict]:
-    """On each rank."""
+    """Run on each rank: time all contenders."""
     rows = []
     for name in NAMES:
         with ranks.start() as rank:
