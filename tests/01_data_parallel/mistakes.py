@@ -388,6 +388,24 @@ WRONG |= {  # what strangers handed in, and had full marks
         5, "test_micro_batches_are_sent_once", r"under no_sync\(\) there was a zero_grad\(\), and the backward after",
         edited("01_data_parallel", "Stage0.zero_grad", (
             "    self.reducer.forget()", "    self.reducer.forget()\n    self.reducer.accumulating = False"))),
+    "zero_grad drops what is under way": Wrong(
+        5, "test_the_second_step_starts_afresh", r"half-way on rank \d.* nobody has waited for 1: .*still writes into",
+        edited("01_data_parallel", "Stage0.zero_grad", ("    self._wait()\n", "    self.reducing = None\n"))),
+    "a copy of the gradient is averaged": Wrong(
+        1, "test_afterwards_each_gradient_is_the_mean", r"a weight is a transposed one, .* the copy is averaged",
+        edited("01_data_parallel", "Naive.average", ("param.grad, op", "param.grad.reshape(-1), op"))),
+    "gradients by hand where no hook was called for the whole bucket": Wrong(
+        2, "test_gradients_that_were_not_counted_leave_too", r"some of a bucket's gradients into \.grad, and autograd",
+        {"Reducer._hand_over_rest": function("def _hand_over_rest(self):", function(
+            "for bucket, missing in [*self.waits_for.items()]:", function(
+                "for param in missing if len(missing) == len(bucket.params) else ():", function(
+                    "if param.grad is not None:", "self.stage.gradient_arrived(param, bucket.flat)")),
+            "self.hand_over(bucket)"))}),
+    "Ctrl-C does not end no_sync": Wrong(
+        5, "test_an_error_ends_no_sync_too", r"Ctrl-C, were raised .*whatever error it is \(finally\)",
+        {"Reducer.accumulate": "@contextmanager\n" + function(
+            "def accumulate(self):", "self.accumulating = True", "try:\n    yield", function(
+                "except Exception:", "self.accumulating = False\nraise"), "self.accumulating = False")}),
 }
 
 RIGHT = {

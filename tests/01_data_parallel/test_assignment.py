@@ -19,6 +19,8 @@ from checks import in_words, once
 from torch import nn, optim
 from toys import Recipe
 
+from zero_minimal.core import seams
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 worlds = pytest.mark.parametrize("world_size", (2, 3))
@@ -249,9 +251,18 @@ def assert_starts(found, ranks):
             )
 
 
+def slanted():
+    """Its first weight is a transposed one: the elements of its gradient do not lie in order either."""
+    model = toys.MLP()
+    model.layers[0].weight = nn.Parameter(torch.randn(7, 13).t())
+    return model
+
+
 def naive_backward(stage_class):
-    """{name: gradient} of an awkward model. Of another one bytes sent before backward had ended, and in all."""
-    rank = dist.get_rank()
+    """{name: gradient} of an awkward model. Of another one bytes sent before backward had ended, and in all. {name:
+    gradient} of slanted()."""
+    rank, transposed = dist.get_rank(), build(stage_class.Naive, slanted)
+    transposed.model(*toys.numbers(rank, 0)).backward()
     zero, large = build(stage_class.Naive, checks.Awkward), build(stage_class.Naive, functools.partial(Caught, True))
     zero.model(*checks.awkward_batch(rank, 0)).backward()
     found = gradients(zero)
@@ -259,7 +270,7 @@ def naive_backward(stage_class):
         large.model(*wide_numbers(rank, 0)).backward()
         early = calls.sent()
         large.reduced_gradients()
-    return found, early, calls.sent()
+    return found, early, calls.sent(), gradients(transposed)
 
 
 ALL_TAKE_PART = ("one parameter got a gradient on rank 0 alone, and one on no rank at all: every rank must take part "
@@ -270,15 +281,18 @@ NONE_THERE = "a parameter may get no gradient on a rank, and its .grad is None t
 @pytest.mark.step(1, points=5, stuck=ALL_TAKE_PART, left=ALL_TAKE_PART, raised=NONE_THERE)
 @pytest.mark.parametrize("world_size", (2, 3, 1))
 def test_afterwards_each_gradient_is_the_mean(stage_class, world_size):
-    found = [found for found, *_ in once(naive_backward, world_size, stage_class)]
-    assert_mean(list(range(world_size)), found, checks.Awkward, checks.awkward_batch)
+    results = once(naive_backward, world_size, stage_class)
+    assert_mean(list(range(world_size)), [found for found, *_ in results], checks.Awkward, checks.awkward_batch)
+    assert_mean(list(range(world_size)), [found for *_, found in results], slanted, toys.numbers,
+                hint=". Here a weight is a transposed one, and the elements of its gradient do not lie in order: "
+                     "reshape() and contiguous() copy such a tensor, and the copy is averaged")
 
 
 @pytest.mark.step(1, points=3, stuck=ALL_TAKE_PART, left=ALL_TAKE_PART, raised=NONE_THERE)
 def test_each_gradient_is_sent_once(stage_class):
     model = Caught(frozen=True)
     psi = sum(param.nbytes for param in model.parameters() if param.requires_grad)
-    for rank, (_, early, sent) in enumerate(once(naive_backward, 3, stage_class)):
+    for rank, (_, early, sent, _) in enumerate(once(naive_backward, 3, stage_class)):
         assert early == 0, (
             f"Naive sent {in_words(early)} on rank {rank} before backward had ended: the naive way averages afterwards"
         )
@@ -427,20 +441,31 @@ def test_an_old_gradient_is_no_missing_one(stage_class):
 
 
 def in_hand(stage_class):
-    """Gradients that autograd has told nobody of: another copy of the model has them, and the user puts them here."""
-    zero, copy = build(stage_class, wide), wide()
-    copy.load_state_dict(zero.model.state_dict())
-    copy(*wide_numbers(dist.get_rank(), 0)).backward()
-    for param, other in zip(zero.model.parameters(), copy.parameters(), strict=True):
-        param.grad = other.grad
-    return gradients(zero)
+    """Gradients that autograd has told nobody of: another copy of the model has them, and the user puts them here. Then
+    those of the first layers alone, and autograd makes the others: a bucket has some of both."""
+    (x, y), found = wide_numbers(dist.get_rank(), 0), []
+    for half in (False, True):
+        zero, copy = build(stage_class, wide, bucket_bytes=5 * LAYER), wide()
+        copy.load_state_dict(zero.model.state_dict())
+        copy(x, y).backward()
+        for param, other in zip(zero.model.parameters(), copy.parameters(), strict=True):
+            param.grad = other.grad
+        if half:
+            first, second = zero.model.layers[:LAYERS], zero.model.layers[LAYERS:]
+            for param in second.parameters():
+                param.grad = None
+            nn.functional.mse_loss(second(first(x).detach()), y).backward()
+        found.append(gradients(zero))
+    return found
 
 
 @pytest.mark.step(2, points=1)
 def test_gradients_that_were_not_counted_leave_too(stage_class):
-    assert_mean([0, 1], once(in_hand, 2, stage_class), wide, wide_numbers, hint=". Here the user has put "
-                "the gradients into .grad, and no hook was called. In _hand_over_rest the stage is told of each that "
-                "is in .grad and was not counted")
+    results = once(in_hand, 2, stage_class)
+    for half, words in enumerate(("the gradients into .grad, and no hook was called", "some of a bucket's gradients "
+                                  "into .grad, and autograd made the others")):
+        assert_mean([0, 1], [found[half] for found in results], wide, wide_numbers, hint=f". Here the user has put "
+                    f"{words}. In _hand_over_rest the stage is told of each that is in .grad and was not counted")
 
 
 def stage_in_a_group(stage_class):
@@ -651,7 +676,7 @@ MICROS = 3
 
 def accumulated(stage_class):
     """Bytes sent up to the end of each of three micro-batches' backward, and in all; {name: gradient}. Then both
-    without no_sync(), which an error has left before: bytes of each backward. And bytes of a backward under no_sync(),
+    without no_sync(), which errors have left before: bytes of each backward. And bytes of a backward under no_sync(),
     after a zero_grad() in there."""
     rank, found = dist.get_rank(), []
     zero, sent = build(stage_class, wide), []
@@ -663,8 +688,9 @@ def accumulated(stage_class):
         found.append(gradients(zero))
         sent.append(calls.sent())
     zero = build(stage_class, wide)
-    with contextlib.suppress(ZeroDivisionError), zero.no_sync():
-        raise ZeroDivisionError
+    for error in (ZeroDivisionError, KeyboardInterrupt):  # the second is no Exception
+        with contextlib.suppress(error), zero.no_sync():
+            raise error
     for micro in range(MICROS):
         with checks.Calls() as calls:
             zero.model(*wide_numbers(rank, micro)).backward()
@@ -706,8 +732,9 @@ def test_an_error_ends_no_sync_too(stage_class):
     for rank, (sent, *_) in enumerate(once(accumulated, 2, stage_class)):
         after = sent[MICROS + 1]
         assert after >= psi / 2, (
-            f"an error was raised under no_sync(), and caught outside of it. The next backward sent {in_words(after)} "
-            f"on rank {rank}, and {in_words(psi)} must leave there: a context ends also when an error leaves it"
+            f"an error, and Ctrl-C, were raised under no_sync(), and caught outside of it. The next backward sent "
+            f"{in_words(after)} on rank {rank}, and {in_words(psi)} must leave there: a context ends also when an "
+            "error leaves it, whatever error it is (finally)"
         )
 
 
@@ -765,8 +792,9 @@ def stopped_backward(zero, batch):
 def three_steps(stage_class):
     """Gradients and bytes sent of the second and the fourth step; the third one's batch was dropped, and a micro-batch,
     and a backward that an error ended.
-    Messages of the fourth step, in which rank 1 sends late, and when gradients came. after_a_clip()."""
-    rank, found, sent = dist.get_rank(), [], []
+    How many collectives were started that nobody has waited for. after_a_clip(). Messages of the fourth step, in which
+    rank 1 sends late, and when gradients came."""
+    rank, found, sent, dropped = dist.get_rank(), [], [], collections.Counter()
     zero = build(stage_class, wide, lr=0.0)  # parameters stay, so gradients are known
     came = moments(zero.model)
     for step in range(4):
@@ -782,10 +810,13 @@ def three_steps(stage_class):
             with zero.no_sync():
                 zero.model(*wide_numbers(rank, step)).backward()
             zero.zero_grad()
-            stopped_backward(zero, wide_numbers(rank, step))
+            with seams.heard_by("collective", lambda moment, call: dropped.update([moment])):
+                stopped_backward(zero, wide_numbers(rank, step))
+                zero.zero_grad()
         zero.zero_grad()
+    under_way = dropped["start"] - dropped["end"]
     left = sum(param.grad is not None and bool(param.grad.any()) for param in zero.model.parameters())
-    return found[1], found[3], sent, left, after_a_clip(stage_class), (messages(calls), came)
+    return found[1], found[3], sent, left, under_way, after_a_clip(stage_class), (messages(calls), came)
 
 
 def after_a_clip(stage_class):
@@ -822,7 +853,12 @@ def test_the_second_step_starts_afresh(stage_class):
             1, 3, "the last step's mean gradient. Before it a batch was dropped, a micro-batch under no_sync(), and a "
             "backward that an error ended half-way (zero_grad() without step(): nothing may be under way after it)")):
         assert_mean([0, 1], [result[place] for result in results], wide, wide_numbers, (step,), what)
-    for rank, (_, _, sent, left, *_) in enumerate(results):
+    for rank, (_, _, sent, left, under_way, *_) in enumerate(results):
+        assert not under_way, (
+            f"an error has ended a backward half-way on rank {rank}, and then came zero_grad(). Of the collectives "
+            f"that were started nobody has waited for {under_way}: such a one still writes into its bucket, where the "
+            "next backward puts its gradients (wait)"
+        )
         assert sent[3] <= 1.05 * sent[1], (
             f"rank {rank} sent {in_words(sent[1])} in the second step's backward and {in_words(sent[3])} in the "
             "fourth's: what is added in each step, a hook for example, and stays?"
