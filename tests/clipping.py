@@ -121,7 +121,7 @@ def assert_trains_with_clipping(stage_class):
             )
     assert_as_in_one_process([{name: parameters for name, (_, parameters) in found.items()} for found in results], 2,
                              CLIPPED)
-    for rank, (_, (parameters, first_norm, norm_of_rank_0)) in enumerate(runs):
+    for rank, (_, (parameters, first_norm, scaled, norm_of_rank_0)) in enumerate(runs):
         after_dropped, after_infinite, before_scaled, after_scaled = parameters
         assert norm_of_rank_0 == pytest.approx(0.25 * 60**0.5, rel=1e-4), (
             f"rank 0 alone ran a backward, and the mean of its gradient and of zeros has the norm "
@@ -131,6 +131,11 @@ def assert_trains_with_clipping(stage_class):
             f"rank {rank}: the first clip_grad_norm_ returned a norm of {0.5 * 60**0.5:.4g}, and the tensor that it "
             f"returned holds {first_norm:.4g} after later calls. Who keeps norms, to plot them, has wrong ones: return "
             "a new tensor each time"
+        )
+        assert scaled == pytest.approx(0.25 * 60**0.5, rel=1e-4), (
+            f"a norm of {0.5 * 60**0.5:.4g} was looked at with clip_grad_norm_(inf), and then gradient_scale became "
+            f"0.5. The next clip_grad_norm_ returned {scaled:.4g} on rank {rank}, and half of it is right: is an older "
+            "norm kept?"
         )
         assert (after_dropped == 0.5).all(), (
             "a batch was clipped to 0.001, and dropped with zero_grad(). The next one is not clipped: SGD with lr 1 "

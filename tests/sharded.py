@@ -716,8 +716,8 @@ def trained_with_norms(stage_class, recipes):
 def after_clips(stage_class):
     """60 parameters that were 1, after SGD with lr 1 and gradients of 0.5: after a step before which a batch was
     clipped to 0.001 and dropped; and after a second one, clipped, in which the first gradient is infinite. Before and
-    after a third one, whose gradient_scale is 0.5. What the norm that the first clipping returned is by then; and the
-    norm where rank 0 alone ran a backward."""
+    after a third one, whose gradient_scale is 0.5. What the norm that the first clipping returned is by then; that of
+    the third one, found a second time; and the norm where rank 0 alone ran a backward."""
     zero, gradient, found = stage_class(Given(), optim.SGD, lr=1.0), torch.full((60,), 0.5), []
     zero.model(gradient).backward()
     kept = [zero.clip_grad_norm_(1e-3)]
@@ -731,15 +731,16 @@ def after_clips(stage_class):
         gradient[0] = torch.inf
     zero.zero_grad()
     zero.model(torch.full((60,), 0.5)).backward()
+    zero.clip_grad_norm_(torch.inf)  # to show it
     zero.gradient_scale = 0.5
-    zero.clip_grad_norm_(1e6)
+    scaled = float(zero.clip_grad_norm_(1e6))
     found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))
     zero.step()
     found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))
     zero.zero_grad()
     if dist.get_rank() == 0:
         zero.model(torch.full((60,), 0.5)).backward()
-    return found, float(kept[0]), float(zero.clip_grad_norm_(1e6))
+    return found, float(kept[0]), scaled, float(zero.clip_grad_norm_(1e6))
 
 
 def overflow(stage_class):

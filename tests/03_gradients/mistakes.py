@@ -599,6 +599,11 @@ WRONG |= {  # what strangers handed in, and had full marks
         4, "test_trains_with_clipping", r"(?s).*rank 0 alone has run a backward when clip_grad_norm_ is called",
         edited("03_gradients", "Stage2.clip_grad_norm_", (
             "self.reduced_gradients()", "[bucket.gradient_shard for bucket in self.buckets]")), hangs=True),
+    "the norm is kept until zero_grad": Wrong(
+        4, "test_trains_with_clipping", r"The next clip_grad_norm_ returned 3\.873 on rank 0, and half of it is right",
+        clip_grad_norm_(norm="self.__dict__.setdefault('_norm', precision.global_norm(gradients, self.gradient_scale, "
+                        "group=self.group)).clone()") | zero_grad(scale="self.gradient_scale = None\n"
+                                                                  "self.__dict__.pop('_norm', None)")),
 }
 
 RIGHT = {
