@@ -649,6 +649,22 @@ WRONG |= {  # what strangers handed in, and had full marks
         5, "test_all_is_whole_inside_gather_parameters", r"were refused on rank 0, but some are in the shards: its",
         edited("04_parameters", "Stage3.gather_parameters",
                ("            replicas.check_alike", "        replicas.check_alike"))),
+    "prefetches in training alone": Wrong(
+        3, "test_the_next_unit_is_on_its_way", r"in the second forward pass in eval\(\) mode rank \d begins to send",
+        unit_turn(prefetch=PREFETCH.replace("following:", "following and self.model.training:"))),
+    "gathers the root and the unit at work, and none between them": Wrong(
+        4, "test_shards_hold_the_mean_gradient", r"blocks end with units inside|the units around it \(unit\.around\)",
+        unit_turn(needed="[self.units[0], unit]"), 2),
+    "an error leaves all whole": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters", r"after an error has ended gather_parameters\(\) \d+ p",
+        {"Stage3.gather_parameters": "@contextmanager\n" + function(
+            "def gather_parameters(self):", "self._release_all()", "self.shown = True", function(
+                "try:", function("with whole_parameters(self.all_buckets, self.rank, self.group):", "yield",
+                                 "replicas.check_alike(self.model, self.group)"), "self.shown = False",
+                "self._release_all()"), function("finally:", "self.shown = False"))}),
+    "masters forget what was changed in 16 bits": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters", r"the bias has grown by 0\.000: what is changed in 16",
+        step(begin="for unit in self.units:\n    self._release(unit)")),
 }
 
 RIGHT = {

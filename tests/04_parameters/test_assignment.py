@@ -4,6 +4,7 @@ The grader runs these tests against a learner's file, and shows the text of an a
 names what went wrong and shows the evidence. In between, they run on the reference.
 """
 
+import contextlib
 import functools
 
 import checks
@@ -172,10 +173,19 @@ class Nested(nn.Module):
                 x = torch.tanh(layer(x))
             return self.after(x)
 
-    def __init__(self):
+    class Ends(Outer):
+        """Its last word is an inner unit's."""
+
+        def forward(self, x):
+            x = torch.tanh(self.after(torch.tanh(self.before(x))))
+            for layer in self.inner:
+                x = torch.tanh(layer(x))
+            return x
+
+    def __init__(self, block=Outer):
         super().__init__()
         self.first = nn.Linear(7, 11)
-        self.blocks = nn.ModuleList([self.Outer(), self.Outer()])
+        self.blocks = nn.ModuleList([block(), block()])
         self.last = nn.Linear(11, 3)
 
     def forward(self, x, y):
@@ -443,9 +453,10 @@ def test_units_inside_the_one_at_work_stay(stage_class):
 PAUSE, TRIES = 0.04, 3  # seconds that rank 1 waits before it sends anything
 
 
-def forwards_marked(stage_class):
+def forwards_marked(stage_class, training=True):
     """Of the second forward: Marks.begun, on a rank 1 that sends late."""
     zero, rank = build(stage_class, Tower), dist.get_rank()
+    zero.model.train(training)
     marks = Marks(zero.model, pause=PAUSE * rank)
     zero.model(*numbers(rank, 0))
     with marks:
@@ -480,8 +491,9 @@ def assert_not_waited_for(function, stage_class, when):
 
 @pytest.mark.step(3, points=4)
 def test_the_next_unit_is_on_its_way(stage_class):
-    for rank, begun in enumerate(once(forwards_marked, 2, stage_class)):
-        assert_prefetched(begun, rank, "the second forward pass")
+    for training, mode in ((True, ""), (False, " in eval() mode")):
+        for rank, begun in enumerate(once(forwards_marked, 2, stage_class, training)):
+            assert_prefetched(begun, rank, f"the second forward pass{mode}")
 
 
 @pytest.mark.step(3, points=3)
@@ -667,8 +679,19 @@ def test_what_is_changed_in_place_stays(stage_class):
 # ------------------------------------------------------- step 4: backward, where gradients become shards, unit by unit
 
 
+def ends_with_its_units():
+    return Nested(Nested.Ends)
+
+
+def backward_of_units_inside(stage_class):
+    zero, rank = build(stage_class, ends_with_its_units), dist.get_rank()
+    with checks.poisoned_memory():
+        zero.model(*numbers(rank, 0)).backward()
+        return shards_of(zero)
+
+
 @pytest.mark.step(4, points=5, raised="backward reads a unit's parameters again, so unit_turn gathers in backward, "
-                                      "too; and "
+                                      "too, and the units around it (unit.around); and "
                   "gradients stay in memory until their reduction has ended",
                   stuck="was a reduction under way when the next one began? self.reducing holds one: if it was "
                   "overwritten, nobody has waited for the first")
@@ -676,6 +699,11 @@ def test_what_is_changed_in_place_stays(stage_class):
 def test_shards_hold_the_mean_gradient(stage_class, world_size):
     shards = [shards for shards, *_ in once(first_backward, world_size, stage_class)]
     assert_shards_hold(shards, gradients_of(world_size))
+    if world_size == 2:
+        assert_shards_hold(toys.run(backward_of_units_inside, 2, stage_class),
+                           gradients_of(2, make=ends_with_its_units, batch=numbers), "the mean gradient of a model "
+                           "whose blocks end with units inside them: backward comes to these first, and then to the "
+                           "block around them, which has no turn of its own", ends_with_its_units)
 
 
 def without_a_block(rank, step):
@@ -1085,7 +1113,7 @@ def shown(stage_class):
     """What gather_parameters() shows, and what becomes of edits and of frozen parameters: see the check. When it begins
     the last block is on its way, in vain."""
     zero, rank = build(stage_class, partly_frozen), dist.get_rank()
-    found = {}
+    found = {"outside": []}
 
     def loss():
         with torch.no_grad():
@@ -1105,11 +1133,12 @@ def shown(stage_class):
             raise KeyError
     except KeyError:
         found["error"] = "came out"
+    found["whole after an error"] = whole_in(zero)
+    if found["whole after an error"]:
+        return found
     found["undone"] = loss()
-    try:
+    with contextlib.suppress(RuntimeError):
         found["outside"] = [value.clone() for value in zero.model.state_dict().values()]
-    except RuntimeError:
-        found["outside"] = []
     try:
         with zero.gather_parameters(), torch.no_grad():
             zero.model.first.weight[0, 0] += 1 + rank
@@ -1121,7 +1150,20 @@ def shown(stage_class):
         zero.model(*numbers(rank, 0)).backward()
         zero.step()
         found["stepped"] = whole_in(zero)
-    return found
+    return found | {"kept in bf16": edited_in_16_bits(stage_class)}
+
+
+def edited_in_16_bits(stage_class):
+    """By how much a bias in bf16 has grown, to which a hook added 0.25 at its unit's turn, after a step of lr 0."""
+    rank = dist.get_rank()
+    zero = stage_class(toys.build(Tower, rank, torch.bfloat16), optim.SGD, lr=0.0)
+    bias, before = (model.blocks[1].down.bias for model in (zero.model, toys.build(Tower, 0, torch.bfloat16)))
+    hook = zero.model.blocks[1].up.register_forward_pre_hook(lambda *_: bias.data.add_(0.25))
+    zero.model(*(part.bfloat16() for part in numbers(rank, 0))).backward()
+    hook.remove()
+    zero.step()
+    with zero.gather_parameters():
+        return (bias - before).mean().item()
 
 
 def whole_in(zero):
@@ -1151,6 +1193,12 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
                 "placeholders? As a checkpoint it would be lost"
             )
         assert_none_whole(found["whole"], rank, "gather_parameters()")
+        assert_none_whole(found["whole after an error"], rank, "an error has ended gather_parameters()")
+        assert found["kept in bf16"] == pytest.approx(0.25, abs=0.01), (
+            f"a hook added 0.25 to a bias in bf16 at its unit's turn, and then came a step with a learning rate of 0. "
+            f"On rank {rank} the bias has grown by {found['kept in bf16']:.3f}: what is changed in 16 bits must come "
+            "to the fp32 master before the update, which rounds that over it (_release_all)"
+        )
         assert_no_barrier(found["made"], rank, "gather_parameters()")
         assert "error" in found, (
             f"rank {rank}: an error inside gather_parameters() did not come out of it: nobody would hear of it"
