@@ -1150,20 +1150,7 @@ def shown(stage_class):
         zero.model(*numbers(rank, 0)).backward()
         zero.step()
         found["stepped"] = whole_in(zero)
-    return found | {"kept in bf16": edited_in_16_bits(stage_class)}
-
-
-def edited_in_16_bits(stage_class):
-    """By how much a bias in bf16 has grown, to which a hook added 0.25 at its unit's turn, after a step of lr 0."""
-    rank = dist.get_rank()
-    zero = stage_class(toys.build(Tower, rank, torch.bfloat16), optim.SGD, lr=0.0)
-    bias, before = (model.blocks[1].down.bias for model in (zero.model, toys.build(Tower, 0, torch.bfloat16)))
-    hook = zero.model.blocks[1].up.register_forward_pre_hook(lambda *_: bias.data.add_(0.25))
-    zero.model(*(part.bfloat16() for part in numbers(rank, 0))).backward()
-    hook.remove()
-    zero.step()
-    with zero.gather_parameters():
-        return (bias - before).mean().item()
+    return found
 
 
 def whole_in(zero):
@@ -1194,11 +1181,6 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
             )
         assert_none_whole(found["whole"], rank, "gather_parameters()")
         assert_none_whole(found["whole after an error"], rank, "an error has ended gather_parameters()")
-        assert found["kept in bf16"] == pytest.approx(0.25, abs=0.01), (
-            f"a hook added 0.25 to a bias in bf16 at its unit's turn, and then came a step with a learning rate of 0. "
-            f"On rank {rank} the bias has grown by {found['kept in bf16']:.3f}: what is changed in 16 bits must come "
-            "to the fp32 master before the update, which rounds that over it (_release_all)"
-        )
         assert_no_barrier(found["made"], rank, "gather_parameters()")
         assert "error" in found, (
             f"rank {rank}: an error inside gather_parameters() did not come out of it: nobody would hear of it"
