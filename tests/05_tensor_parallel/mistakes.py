@@ -385,6 +385,9 @@ WRONG |= {  # what strangers handed in, and had full marks
         1, "test_values_pass_f_and_g", r"g changed the x that it was given on rank 0, a contiguous one that wants no g",
         g(SUM.replace("memory_format=torch.contiguous_format)",
                       "memory_format=torch.contiguous_format) if x.requires_grad or not x.is_contiguous() else x"))),
+    "g keeps its x for backward": Wrong(
+        1, "test_f_copies_nothing", r"2\.0 times the memory of its result lives because of g, whose x nobody",
+        g(forward=SUM + "\nctx.save_for_backward(x)", gradient="gradient.expand_as(ctx.saved_tensors[0])")),
 }
 
 RIGHT = {

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import toys
 from checks import once
 from cut import is_cut, part_of
+from stock import Stock
 from torch import nn
 
 from zero_minimal.meters.traffic import TrafficMeter
@@ -204,6 +205,9 @@ def _end(end, rank, group):
     y = phases("forward", end, x.bfloat16().requires_grad_(), group)
     phases("backward", backward, y, x.bfloat16())
     found["in bf16"] = phases.found
+    with Stock([leaf := x.clone().requires_grad_()]) as stock:
+        y = end(leaf * 2, group)
+        found["held"] = stock.alive() / y.nbytes
     return found
 
 
@@ -282,6 +286,11 @@ def test_f_copies_nothing(assignment):
         assert found["f"]["same"], (
             f"rank {rank} of 3: f gave a copy of x. It gives x as it is: a copy takes time, and b·s·h numbers of "
             "memory in each region")
+        for name in ("f", "g"):
+            assert found[name]["held"] < 1.5, (
+                f"rank {rank} of 3: between forward and backward {found[name]['held']:.1f} times the memory of its "
+                f"result lives because of {name}, whose x nobody else keeps. What does it save for backward, and what "
+                "of that does backward need?")
 
 
 @pytest.mark.step(1, points=10, stuck=SAME)

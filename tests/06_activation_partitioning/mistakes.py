@@ -314,6 +314,15 @@ WRONG |= {  # what strangers handed in, and had full marks
     "masks are attributes": Wrong(
         2, "test_any_arguments", r"also takes a tensor of torch.bool, which was changed in place between forward and",
         beside_the_saved("tensors[place].dtype == torch.bool")),
+    "an input that wants no gradient is not cut": Wrong(
+        4, "test_a_rank_keeps_its_part", r"the second one wants no gradient: rank 0 keeps .* two parts have",
+        edited("06_activation_partitioning", "_Keeper.describe", (
+            "tensor.is_floating_point()", "tensor.is_floating_point() and tensor.requires_grad"))),
+    "a random state for modules with nn.Dropout alone": Wrong(
+        3, "test_dropout_drops_the_same_again", r"in backward other numbers were dropped than in forward",
+        backward(begin="parts = getattr(ctx.run.__self__.function, 'modules', lambda: [torch.nn.Dropout()])()",
+                 again="random_state_of(ctx.random) if any(isinstance(part, torch.nn.Dropout) for part in parts) else "
+                       "ExitStack(), autocast_as(ctx.precision), torch.enable_grad()")),
 }
 
 RIGHT = {

@@ -35,16 +35,16 @@ SLACK = 8192  # bytes a block for states of random numbers and the like
 
 
 class Rung(nn.Module):
-    """A block that is wide inside. It counts how often it runs."""
+    """A block that is wide inside. It counts how often it runs. That it drops, none of its modules shows."""
 
     def __init__(self, width, inside, dropout):
         super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(width, inside), nn.Linear(inside, width), nn.Dropout(dropout)
+        self.up, self.down, self.dropout = nn.Linear(width, inside), nn.Linear(inside, width), dropout
         self.runs = 0
 
     def forward(self, x):
         self.runs += 1
-        return x + self.dropout(self.down(torch.tanh(self.up(x))))
+        return x + nn.functional.dropout(self.down(torch.tanh(self.up(x))), self.dropout, self.training)
 
 
 class Tower(nn.Module):
@@ -686,12 +686,16 @@ def part_of(numbers, world_size):
 
 def parts_held(assignment, **options):
     """Bytes a block that live between forward and backward, where the ranks' inputs are cut over all of them; where
-    they are not contiguous, too."""
+    they are not contiguous, too; and where each block has a second input, which wants no gradient."""
 
     def turned(block, x, **options):
         return assignment.checkpoint(block, x.mT.contiguous().mT, **options)
 
-    return [held_by_a_block(call, group=dist.group.WORLD, **options)[0] for call in (assignment.checkpoint, turned)]
+    def with_a_second(block, x, **options):
+        return assignment.checkpoint(lambda x, other: block(x) + other, x, 2 * x.detach(), **options)
+
+    return [held_by_a_block(call, group=dist.group.WORLD, **options)[0]
+            for call in (assignment.checkpoint, turned, with_a_second)]
 
 
 CUT = ("With group= each rank keeps a part of [numel / M, rounded up] elements: is what `cut` returns in memory of its "
@@ -702,8 +706,15 @@ CUT = ("With group= each rank keeps a part of [numel / M, rounded up] elements: 
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_a_rank_keeps_its_part(assignment, world_size):
     share = 4 * part_of(NUMBERS, world_size)
-    held = enumerate(once(parts_held, world_size, assignment))
-    for rank, turned, size in [(rank, turned, size) for rank, sizes in held for turned, size in enumerate(sizes)]:
+    held = once(parts_held, world_size, assignment)
+    for rank, (*_, size) in enumerate(held):
+        assert size <= 2 * share + SLACK, (
+            f"P_a over {world_size} ranks, where a block has two inputs of {in_words(WHOLE)} each, and the second one "
+            f"wants no gradient: rank {rank} keeps {in_words(size)} a block, and two parts have {in_words(2 * share)}. "
+            "What is cut does not depend on whether it wants a gradient"
+        )
+    for rank, turned, size in [(rank, turned, size) for rank, sizes in enumerate(held)
+                               for turned, size in enumerate(sizes[:2])]:
         why = ("the whole is kept besides its part: who else refers to it?" if size >= WHOLE + 0.9 * share else
                "the whole is still there. Is what `keep` gives what you save? And a view keeps all of its storage "
                "alive: the part needs memory of its own"
