@@ -311,6 +311,14 @@ WRONG |= {  # what strangers handed in, and had full marks
                           "places = [tensor.data_ptr() for tensor in tensors if tensor.numel()]\n"
                           "if len(set(places)) < len(places):\n    raise ValueError",
                    flats="[fused.flat_views([tensor], like.dtype, like.device)[0] for tensor in tensors]")),
+    "memory of the buffers goes when they are back": Wrong(
+        1, "test_two_buffers_for_ever", r"96 bytes when they are made, and 0 after wait\(\): they are constant",
+        edited("07_constant_buffers", "ConstantBuffers.wait", (
+            "    self._finish(self._turn)", "    self._finish(self._turn)\n    for buffer in self.buffers:\n"
+            "        buffer.untyped_storage().resize_(0)"))
+        | edited("07_constant_buffers", "ConstantBuffers.take", (
+            "    return self", "    storage = self.buffers[self._turn].untyped_storage()\n"
+            "    storage.resize_(storage.nbytes() or 4 * self.elements)\n    return self"))),
 }
 
 RIGHT = {

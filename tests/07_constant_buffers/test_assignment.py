@@ -153,8 +153,10 @@ class Trip:
 def trips(lesson):
     """What happens in five trips, in order: a buffer is "taken" and "sent", the trip is "waited" for and "read"; the
     "end" is when wait() has returned, "twice" when it has again. And the buffers that were taken, by their numbers, one
-    more after that; and how many trips somebody still knows at the end."""
+    more after that; how many trips somebody still knows at the end; and the bytes of both buffers at the start, and
+    after wait()."""
     buffers, events, taken, known = lesson.ConstantBuffers(48), [], [], weakref.WeakSet()
+    held = [sum(buffer.untyped_storage().nbytes() for buffer in buffers.buffers)]
 
     def take():
         buffer = buffers.take()
@@ -170,11 +172,12 @@ def trips(lesson):
         del trip
     buffers.wait()
     events.append(("end", None))
+    held.append(sum(buffer.untyped_storage().nbytes() for buffer in buffers.buffers))
     buffers.wait()
     events.append(("twice", None))
     take()
     gc.collect()
-    return events, taken, len(known)
+    return events, taken, len(known), held
 
 
 def taken_twice(lesson):
@@ -221,10 +224,14 @@ def place(events, *event):
 
 @pytest.mark.step(1, points=4)
 def test_two_buffers_for_ever(lesson):
-    for _, taken, _ in once(trips, 1, lesson):
+    for _, taken, _, (before, after) in once(trips, 1, lesson):
         assert None not in taken, (
             f"take() number {taken.index(None) + 1} returned memory that is none of the two in `buffers`: they are "
             "allocated once, when the object is made, and used again and again"
+        )
+        assert after == before, (
+            f"the two buffers have {before} bytes when they are made, and {after} after wait(): they are constant. "
+            "Memory that comes and goes between other tensors leaves holes"
         )
         assert set(taken) == {0, 1} and all(a != b for a, b in zip(taken, taken[1:], strict=False)), (
             f"take() returned the buffers {', '.join(map(str, taken))}: they must take turns, 0, 1, 0, 1 or 1, 0, 1, "
@@ -286,7 +293,7 @@ def test_one_may_travel_while_the_other_is_taken(lesson):
 
 @pytest.mark.step(1, points=2)
 def test_a_result_is_read_once_and_in_time(lesson):
-    for events, _, known in once(trips, 1, lesson):
+    for events, _, known, _ in once(trips, 1, lesson):
         for number in range(TRIPS):
             what, count = f"the result of send() number {number + 1} of {TRIPS}", events.count(("read", number))
             assert place(events, "read", number) < place(events, "end"), (

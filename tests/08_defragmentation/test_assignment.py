@@ -1037,11 +1037,12 @@ def overlapped(assignment):
     """For each gap and dtype: how many elements of a large tensor, moved by it, differ afterwards; and of the one
     behind it."""
     wrong = {}
-    for gap, dtype in [(gap, torch.float32) for gap in GAPS] + [(3, torch.float64), (700, torch.int64)]:
+    for gap, dtype in [(gap, torch.float32) for gap in GAPS] + [
+            (3, torch.float64), (700, torch.int64), (700, torch.bfloat16)]:
         size = 2**19 + 12345
         arena = assignment.Arena(gap + size + 5000, dtype)
         hole, large, behind = (arena.allocate((elements,)) for elements in (gap, size, 4000))
-        values = [NO_FP32_HOLDS * (dtype != torch.float32) + torch.arange(tensor.numel(), dtype=dtype)
+        values = [NO_FP32_HOLDS * (dtype.itemsize == 8) + torch.arange(tensor.numel(), dtype=dtype)
                   for tensor in (large, behind)]
         large.copy_(values[0])
         behind.copy_(values[1])
