@@ -129,7 +129,10 @@ def state_that_is_not_here():
             use()
     zero.load_state_dict(copy.deepcopy(zero.state_dict()))
     step(zero, 1)
-    return len(zero.optimizer.state)
+    left, zero.optimizer.state = len(zero.optimizer.state), {}
+    with pytest.raises(RuntimeError, match=r"is on the host: take zero.state_dict\(\)"):
+        step(zero, 2)
+    return left
 
 
 def test_state_that_is_on_the_host_is_not_read_or_changed_on_the_rank():

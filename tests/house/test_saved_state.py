@@ -150,6 +150,26 @@ def test_what_is_written_is_the_state_of_the_call(tmp_path):
     assert toys.run(slow, 2, tmp_path) == [True, True]
 
 
+def edited_at_once(folder):
+    """Whether what is saved is what there was before an edit inside gather_parameters(), at each stage."""
+    found = []
+    for number, stage in enumerate(toys.STAGES):
+        zero = stage(toys.build(toys.MLP, dist.get_rank()), torch.optim.AdamW, bucket_bytes=256)
+        before = toys.whole_parameters(zero)
+        saving = saved_state.async_save(zero, folder / str(number))
+        with zero.gather_parameters(), torch.no_grad():
+            for param in zero.model.parameters():
+                param.zero_()
+        plain = toys.MLP()
+        saved_state.load_plain(plain, None, saving.wait())
+        found.append(toys.identical(before, list(plain.parameters())))
+    return found
+
+
+def test_an_edit_waits_until_the_state_is_written(tmp_path):
+    assert toys.run(edited_at_once, 2, tmp_path) == [[True] * len(toys.STAGES)] * 2
+
+
 def own_memory():
     """Bytes of this process that are no file's: what it has allocated."""
     return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

@@ -60,11 +60,12 @@ def async_save(
     zero, folder: str | Path, extra=None, *, step: int | None = None, keep: int = 3
 ) -> Saving:
     """Like save(), but it writes while training goes on. Returns at once; .wait() waits, and raises
-    what save() raises. Do not edit weights before the next step().
+    what save() raises.
 
     It saves the state of this moment: before step() updates a bucket, it waits until that is
-    written. The next checkpoint, and the end of the ranks, wait for all of it. An offloaded stage
-    writes all of it before this returns.
+    written, and gather_parameters() waits for all. Edit weights, buffers or the optimizer's state
+    in no other way before .wait() has returned. The next checkpoint, and the end of the ranks, wait
+    for all of it. An offloaded stage writes all of it before this returns.
     """
     return saving.start(zero, Path(folder), extra, step, keep, meanwhile=True)
 

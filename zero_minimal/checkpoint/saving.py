@@ -1,8 +1,9 @@
 """Saving: a checkpoint is written while training goes on.
 
-Only step() changes the state to save. So a thread writes it during the next forward and backward,
-in the order in which step() updates it. Before each bucket step() waits until the bucket's bytes
-are handed to the system. Nothing is copied: memory does not grow.
+step() changes the state to save, and edits by hand do. So a thread writes it during the next
+forward and backward, in the order in which step() updates it. Before each bucket step() waits until
+the bucket's bytes are handed to the system; gather_parameters() waits for all of them. Nothing is
+copied: memory does not grow.
 """
 
 import json

@@ -4,7 +4,9 @@ of ranks, model and optimizer; saved_state.py fits any stage and number of ranks
 Seams: the base class of the stages, which gets both methods; wrapped, update_begins.
 """
 
+import functools
 import itertools
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -92,6 +94,20 @@ def wait_until_left(bucket) -> None:
     if leaving is not None:
         leaving.wait()
         bucket.leaving = None
+
+
+@seams.at("wrapped")
+def wait_before_edits(stage) -> None:
+    """Let gather_parameters(), inside which the user may edit, wait in the same way."""
+    gather, owner = type(stage).gather_parameters, weakref.ref(stage)
+
+    @functools.wraps(gather)
+    def gather_parameters():
+        for bucket in owner().buckets:
+            wait_until_left(bucket)
+        return gather(owner())
+
+    stage.gather_parameters = gather_parameters
 
 
 def fill_buffers(model: nn.Module, new: dict[str, torch.Tensor]) -> None:

@@ -76,6 +76,12 @@ def lend(params: list[nn.Parameter], used: WeakHook) -> None:
             param.__class__, param._zero_used = Lent, used
 
 
+def follow_view(tensor: torch.Tensor, used: WeakHook) -> None:
+    """The same for a view of a parameter, which an operation inside the unit has made."""
+    if type(tensor) is torch.Tensor:
+        tensor.__class__, tensor._zero_used = View, used
+
+
 @seams.at("parameter_restored")
 def becomes_plain(param: nn.Parameter) -> None:
     take_back([param])
@@ -111,10 +117,11 @@ def _arguments(args: tuple, kwargs: dict):
 
 def _follow(used: list, results: list[torch.Tensor], before: int) -> None:
     """Report the nodes that an operation has made since number `before`; follow its views, too."""
-    ties = {vars(value).get("_zero_used") for value in used} - {None}
+    # a dict, since a set would have another order on each rank
+    ties = dict.fromkeys(filter(None, (vars(value).get("_zero_used") for value in used)))
     for tensor in results:
-        if type(tensor) is torch.Tensor and any(same_storage(tensor, each) for each in used):
-            tensor.__class__, tensor._zero_used = View, next(iter(ties), None)
+        if any(same_storage(tensor, each) for each in used):
+            follow_view(tensor, next(iter(ties), None))
         node = tensor.grad_fn if torch.is_grad_enabled() else None
         if node is not None and node._sequence_nr() >= before:
             for tie in ties:

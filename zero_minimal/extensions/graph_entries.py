@@ -102,6 +102,7 @@ def look_at_unit(order: ExecutionOrder, unit: Unit, module: nn.Module, output) -
             raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own "
                                "parameters, which are freed after its turn: return a .clone() of "
                                "it")
+    follow_kept(order, unit, module)
     if torch.is_grad_enabled():
         for tensor in [*tensors, *kept(module)]:
             order.watch(tensor.grad_fn, order.innermost)
@@ -112,6 +113,7 @@ def look_at_part(order: ExecutionOrder, module: nn.Module, output) -> None:
     refuse_late(module, output)
     if order.under_way:
         began, at_work, _ = order.under_way[-1]
+        follow_kept(order, at_work, module)
         for tensor in [*tensors_in(output), *kept(module)]:
             order.watch(tensor.grad_fn, lambda number: at_work if number >= began else None)
 
@@ -121,6 +123,13 @@ def refuse_late(module: nn.Module, output) -> None:
         raise RuntimeError(f"a {type(module).__name__} returns a {type(output).__name__}, "
                            "which would read parameters after its turn: return tensors, in a "
                            "list or a dict")
+
+
+def follow_kept(order: ExecutionOrder, unit: Unit, module: nn.Module) -> None:
+    """A view of the unit's parameters that a module keeps may be read after the unit's turn."""
+    for tensor in kept(module):
+        if any(same_storage(tensor, bucket.parameters) for bucket in unit.buckets):
+            external_parameters.follow_view(tensor, WeakHook(used, order, unit))
 
 
 def kept(module: nn.Module) -> list[torch.Tensor]:

@@ -26,21 +26,31 @@ from zero_minimal.guards.used_gradients import note_pass, refuse_used
 class GradPlaceholder(torch.Tensor):
     """Stands in for the gradient of a parameter."""
 
+    why = ("a rank holds no whole gradient after backward, only its shards of the average, so "
+           ".grad cannot be read or changed. Clip with zero.clip_grad_norm_(max_norm), which "
+           "returns the norm; drop a batch with zero.zero_grad(); read, or change in place, what "
+           "zero.reduced_gradients() returns (not with offload); or change a parameter's gradient "
+           "on its way: param.register_hook(lambda gradient: …)")
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function in ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        raise RuntimeError(
-            "a rank holds no whole gradient after backward, only its shards of the average, so "
-            ".grad cannot be read or changed. Clip with zero.clip_grad_norm_(max_norm), which "
-            "returns the norm; drop a batch with zero.zero_grad(); read, or change in place, what "
-            "zero.reduced_gradients() returns (not with offload); or change a parameter's gradient "
-            "on its way: param.register_hook(lambda gradient: …)"
-        )
+        raise RuntimeError(cls.why)
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return f"a gradient of shape {tuple(self.shape)}, handed over"
+
+
+class MasterGradPlaceholder(GradPlaceholder):
+    """Stands in for the gradient of a shard in zero.optimizer, which has one during its update."""
+
+    why = ("the shards in zero.optimizer have a gradient only while zero.step() updates them. Clip "
+           "with zero.clip_grad_norm_(max_norm), which returns the norm; read, or change in place, "
+           "what zero.reduced_gradients() returns (not with offload); call zero.step() in place of "
+           "zero.optimizer.step(). In fp16, take loss_scaler.LossScaler in the place of torch's "
+           "GradScaler")
 
 
 def stand_in(placeholder: torch.Tensor) -> GradPlaceholder:
@@ -50,7 +60,7 @@ def stand_in(placeholder: torch.Tensor) -> GradPlaceholder:
 
 def has_gradient(param: nn.Parameter) -> bool:
     """Whether .grad holds a gradient."""
-    return param.grad is not None and type(param.grad) is not GradPlaceholder
+    return param.grad is not None and not isinstance(param.grad, GradPlaceholder)
 
 
 class Left:
@@ -78,6 +88,10 @@ class Left:
                 param.grad = self._grads[param] = self._stand_ins[param]
             elif flat is not None and param.grad is not None and flat.gradients is not None:
                 self._grads[param] = param.grad
+        for bucket in self.stage.buckets:
+            if bucket.master.grad is None:
+                nothing = bucket.master.detach().new_zeros(()).expand(bucket.master.shape)
+                bucket.master.grad = nothing.as_subclass(MasterGradPlaceholder)
 
     def look(self) -> None:
         """Check what .grad is now. If all are None, the user called model.zero_grad(), and means

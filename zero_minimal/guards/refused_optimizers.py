@@ -126,9 +126,13 @@ def check_groups(optimizer_class: type[Optimizer], options: dict, groups: list[d
 @seams.at("wrapped")
 def refuse_in_optimizer(stage) -> None:
     """Let the optimizer refuse what only a stage can do."""
+    from zero_minimal.guards.grad_placeholder import has_gradient  # which listens later
 
     def refuse(optimizer, *_):
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            if not has_gradient(param):  # then torch leaves it alone
+                param.grad = None
         if all(param.grad is None for param in params):
             raise RuntimeError("call zero.step(): zero.optimizer.step() alone sees no gradient, "
                                "and sends no parameter. (In fp16, take loss_scaler.LossScaler in "

@@ -71,7 +71,7 @@ def note_pass(reducer) -> None:
 @seams.at("gradient_arrives")
 def refuse_graph(reducer, param: nn.Parameter, buckets: list) -> None:
     """Raises: RuntimeError if its gradient has a graph, which a bucket cannot keep."""
-    if param.grad.requires_grad:
+    if param.grad is not None and param.grad.requires_grad:
         raise RuntimeError("backward(create_graph=True) leaves gradients with a graph in .grad, "
                            "and here they are copied into buckets, without it: write gradients = "
                            "torch.autograd.grad(loss, [*model.parameters()], create_graph=True), "

@@ -20,9 +20,11 @@ from zero_minimal.offloading.host_link import Bus, speed
 from zero_minimal.offloading.host_process import Host
 from zero_minimal.offloading.offloaded_state import (
     OffloadedState,
+    StateOnHost,
     all_here,
     put_all,
     refuse_alone,
+    refuse_state,
 )
 
 # the other options are the optimizer's
@@ -38,7 +40,10 @@ def serve(bus: Bus, kind: type) -> None:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """The options of each of its groups."""
+    """The options of each of its groups. Raises: RuntimeError if the optimizer, or its state, was
+    replaced: the host goes on with its own."""
+    if not isinstance(optimizer.state, StateOnHost):
+        refuse_state()
     return [{name: value for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups]
 
@@ -68,9 +73,9 @@ class RankSide:
         own = {name: value for name, value in options.items() if name not in STAGE_OPTIONS}
         self.disk = disk_set_up.asked(disk, host_budget, model, optimizer_class, own, options)
         super().__init__(model, optimizer_class, **options)
+        refuse_alone(self.optimizer)
         chosen = cloudpickle.dumps((optimizer_class, own, options_of(self.optimizer)))
         self.host.send(("make_optimizer", chosen))
-        refuse_alone(self.optimizer)
 
     def _start_host(self, device: torch.device) -> None:
         """Start the host. It ends with the stage."""

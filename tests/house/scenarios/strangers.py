@@ -37,6 +37,35 @@ def torchs_clipping(me):
     tied_and_scheduled(me, lambda zero: nn.utils.clip_grad_norm_(zero.model.parameters(), 0.1))
 
 
+@stranger(or_refused=r"the shards in zero\.optimizer have a gradient only while .* Clip with zero\.clip_grad_norm_")
+def torchs_clipping_of_what_the_optimizer_holds(me):
+    tied_and_scheduled(me, lambda zero: nn.utils.clip_grad_norm_(
+        [param for group in zero.optimizer.param_groups for param in group["params"]], 0.1))
+
+
+class Bagged(Layer):
+    """It puts its weight, flat, into a list of the model's, for a penalty on all weights."""
+
+    def forward(self, x):
+        self.bag += [param.flatten() for param in self.parameters()]
+        return super().forward(x)
+
+
+@stranger(or_refused="is released|a view of a parameter is read after the parameter was released")
+def a_penalty_on_weights_that_layers_have_left_in_a_list(me):
+    model = Chain(Bagged)
+    zero = me.wrap(model, AdamW, **ADAM)
+    for step in range(4):
+        bag = []
+        for layer in model.layers:
+            layer.bag = bag
+        loss = squares(model, me, step) + 0.01 * torch.cat(bag).square().sum()
+        me.backward(loss)
+        me.note(loss)
+        zero.step()
+        zero.zero_grad()
+
+
 @stranger()
 def tied_weights_clipped_and_a_schedule(me):
     """And the line that the refusal names."""
