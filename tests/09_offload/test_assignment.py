@@ -916,7 +916,9 @@ def now(watch):
 def test_a_bucket_is_gathered_while_the_next_crosses(assignment):
     for rank, found in enumerate(toys.run(gathered, 2, assignment)):
         for name, (under_way, starts, left) in found.items():
-            assert starts == DEEP, f"{name}: in step() rank {rank} gathered {starts} times, and it has {DEEP} buckets"
+            assert starts == DEEP, (
+                f"{name}: in step() rank {rank} called collectives.all_gather {starts} times, and it has {DEEP} buckets"
+            )
             assert left == 0, (
                 f"{name}: when step() returned on rank {rank}, {left} of {DEEP} gathers were still on their way: "
                 f"whoever uses the parameters next may read old ones. {WAITED.capitalize()}"
