@@ -16,7 +16,7 @@ with padding to a multiple of N. The optimizer is element-wise, as Adam and SGD 
 
 The stage files add what is left out here: buckets, overlap, prefetch, accumulation, clipping,
 parameter groups, groups of ranks, running statistics, sums of 16-bit gradients in fp32, shards of
-frozen parameters, the end of an evaluation, refusals.
+frozen parameters, the end of an evaluation, refusals, models that are too large for one rank.
 """
 
 from collections import Counter
@@ -49,7 +49,7 @@ def reduce_scatter(whole: Tensor) -> Tensor:
 
 def all_gather(whole: Tensor, shard: Tensor) -> None:
     """[n/N] on every rank → `whole` [n]: all parts in rank order, everywhere."""
-    _all_gather(whole, shard.clone())  # in stages 1 and 2 the shard lies in `whole`
+    _all_gather(whole, shard.clone())  # a copy: in stages 1 and 2 the shard lies in `whole`
 
 
 # ---------------------------------------------------------------------- what is sent as one vector
@@ -244,7 +244,7 @@ class Stage3(Stage2):
         unit.whole.untyped_storage().resize_(0)
 
     def after_forward(self, unit: Unit) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else backward recomputes
+        if torch._C._current_graph_task_id() == -1:  # not while backward recomputes a checkpoint
             self.free(unit)
 
     def reduce(self, unit: Unit) -> None:
