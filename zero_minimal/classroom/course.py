@@ -1,6 +1,6 @@
 """python -m zero_minimal progress: all lessons, what you have earned and guessed in each, and what to do next.
 
-A lesson is found by its folder lessons/NN_name; the table in lessons/README.md names unwritten lessons.
+A lesson is found by its folder lessons/NN_name, and named by the table in lessons/README.md.
 """
 
 import argparse
