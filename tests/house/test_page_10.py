@@ -70,6 +70,7 @@ def test_the_rule_is_of_the_run():
     told = "on 2 × 2, P_os+g lowers the peak from {:.1f} MB to {:.1f}, and the rest of C4 makes it {:.1f}".format(
         *(peak / MB for peak in peaks))
     assert told in PROSE
+    assert f"On the left below, zero is {peaks[1] / MB:.1f} MB" in PROSE
 
 
 def test_model_states_are_those_of_the_formula():
