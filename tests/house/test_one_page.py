@@ -1,7 +1,7 @@
 """One page: four systems on plain PyTorch give the losses of PyTorch's own, and hold and send what the formulas say.
 
 With the names that the contracts of lessons 02 to 04 ask for (one_page_adapters.py) the graders give its stages 57, 38
-and 74 of 100 points. GRADED says what one page leaves out, and which checks fail for it."""
+and 70 of 100 points. GRADED says what one page leaves out, and which checks fail for it."""
 
 import copy
 import functools
@@ -202,8 +202,9 @@ GRADED = {  # lesson: the points of its steps, and the checks that fail, by what
         "refusals": ("test_a_backward_after_step_is_refused",),
         "sums of 16-bit gradients in fp32": ("test_gradients_of_16_bits_are_added_in_32",),
     }),
-    "04_parameters": ([15, 18, 15, 19, 7], {
+    "04_parameters": ([15, 14, 15, 19, 7], {
         "parameter groups": ("test_trains_as_one_process_would",),
+        "units inside a unit: a block is one unit": ("test_units_inside_a_unit",),
         "groups of some ranks": ("test_a_forward_in_a_group", "test_backward_in_a_group", "test_a_step_in_a_group"),
         "prefetch": ("test_the_next_unit_is_on_its_way", "test_backward_prefetches"),
         "units that stay: each is freed after its forward": ("test_units_inside_the_one_at_work_stay",

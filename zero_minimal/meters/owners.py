@@ -55,7 +55,8 @@ class Owners:
         yield "scalars", [state for state in states if state.dim() == 0]
         yield "scalars", [master for master in masters if _is_smaller(master)]  # of an offloaded optimizer
         yield "scalars", [param for param in params if _is_smaller(param)]
-        yield "scalars", [param.grad for param in params if param.grad is not None and _is_smaller(param.grad)]
+        gradients = [param.grad for param in params + masters if param.grad is not None]
+        yield "scalars", [gradient for gradient in gradients if _is_smaller(gradient)]
 
     def _living(self) -> list:
         """The owners that are still alive, and the models and optimizers inside them."""
