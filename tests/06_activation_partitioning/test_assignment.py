@@ -707,12 +707,6 @@ CUT = ("With group= each rank keeps a part of [numel / M, rounded up] elements: 
 def test_a_rank_keeps_its_part(assignment, world_size):
     share = 4 * part_of(NUMBERS, world_size)
     held = once(parts_held, world_size, assignment)
-    for rank, (*_, size) in enumerate(held):
-        assert size <= 2 * share + SLACK, (
-            f"P_a over {world_size} ranks, where a block has two inputs of {in_words(WHOLE)} each, and the second one "
-            f"wants no gradient: rank {rank} keeps {in_words(size)} a block, and two parts have {in_words(2 * share)}. "
-            "What is cut does not depend on whether it wants a gradient"
-        )
     for rank, turned, size in [(rank, turned, size) for rank, sizes in enumerate(held)
                                for turned, size in enumerate(sizes[:2])]:
         why = ("the whole is kept besides its part: who else refers to it?" if size >= WHOLE + 0.9 * share else
@@ -727,6 +721,12 @@ def test_a_rank_keeps_its_part(assignment, world_size):
         assert size >= 0.98 * WHOLE / world_size - 8 * world_size, (
             f"P_a over {world_size} ranks: rank {rank} keeps {in_words(size)} of a block's input, which has "
             f"{in_words(WHOLE)}. All parts together are less than the whole: a tail is lost"
+        )
+    for rank, (*_, size) in enumerate(held):
+        assert size <= 2 * share + SLACK, (
+            f"P_a over {world_size} ranks, where a block has two inputs of {in_words(WHOLE)} each, and the second one "
+            f"wants no gradient: rank {rank} keeps {in_words(size)} a block, and two parts have {in_words(2 * share)}. "
+            "What is cut does not depend on whether it wants a gradient"
         )
 
 

@@ -14,13 +14,13 @@ def draw_mesh(replicas: int, model_parallel: int) -> Figure:
     for replica in range(replicas):
         row = replicas - 1 - replica
         _frame(axis, -0.47, row - 0.24, model_parallel - 0.06, 0.48, style.LOOKS["activations"][0], "-")
-        axis.text(model_parallel - 0.45, row, "the same sequences", va="center", fontsize=9)
+        axis.text(model_parallel - 0.45, row, f"sequences\nof replica {replica}", va="center", fontsize=9)
         for part in range(model_parallel):
             axis.text(part, row, f"rank {replica * model_parallel + part}\npart {part} of replica {replica}",
                       ha="center", va="center", fontsize=10)
     for part in range(model_parallel):
         _frame(axis, part - 0.4, -0.38, 0.8, replicas - 0.24, style.LOOKS["optimizer"][0], "--")
-        axis.text(part, -0.46, "the same part of the weights", ha="center", va="top", fontsize=9)
+        axis.text(part, -0.46, f"part {part} of the weights", ha="center", va="top", fontsize=9)
     axis.set_xlim(-0.6, model_parallel + 0.35)
     axis.set_ylim(-0.7, replicas - 0.4)
     axis.set_axis_off()
