@@ -70,9 +70,7 @@ def run(book, folder: Path) -> dict:
                 client.execute_cell(taking, number, store_history=False)
                 book.cells[number] = cell  # undo the client's replacement
                 measured |= json.loads(next(output.text for output in taking.outputs if output.get("name") == "stdout"))
-    client.set_widgets_metadata()
-    widgets = {name: value for name, value in book.metadata.items() if name == "widgets"}
-    book.metadata = own | widgets  # without the kernel's description
+    book.metadata = own  # without the kernel's description
     return measured
 
 
