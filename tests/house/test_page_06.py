@@ -53,7 +53,7 @@ def test_what_the_page_says_of_the_highest_moment_and_of_traffic():
     assert falls == spared - INPUT, "the block that runs again has its whole input beside its part"
     rounded = [round(step(2, mode)["highest"] / MB, 1) for mode in ("checkpoints", "P_a")]
     assert f"By {falls / MB:.1f} MB on two ranks (the table's {rounded[0] - rounded[1]:.1f} is rounding)" in PROSE
-    assert f"not by {spared / MB:.1f}. Six parts spare {spared / MB:.1f} MB." in PROSE
+    assert f"not by {spared / MB:.1f}. Six parts save {spared / MB:.1f} MB." in PROSE
     assert f"its whole input, {INPUT / MB:.2f} MB." in PROSE
     blocks = step(2, "checkpoints")["sent"] - ends_of_the_model()
     more = step(2, "P_a")["sent"] - step(2, "checkpoints")["sent"]

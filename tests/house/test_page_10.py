@@ -124,7 +124,7 @@ def test_what_each_part_is_worth():
 def test_why_p_a_alone_spares_less():
     none, alone = (WORTH[name]["peak_by_category"] for name in ("none", "P_a"))
     together = (LADDER["C1"]["peak"] - LADDER["C2"]["peak"]) / MB
-    assert f"P_a spares {together:.2f} MB from C1 to C2, and {-more(WORTH, 'P_a'):.2f} alone" in PROSE
+    assert f"P_a saves {together:.2f} MB from C1 to C2, and {-more(WORTH, 'P_a'):.2f} alone" in PROSE
     less, extra = ((none[name] - alone[name]) / MB for name in ("activations", "gradients"))
     assert f"with {less:.2f} MB less of activations and {-extra:.2f} more of gradients" in PROSE
 
@@ -245,12 +245,12 @@ def test_the_simulators_table():
         memory, peaks[config] = report["memory"], report["memory"]["peak"] / GB
         cells = [f"{size / GB:.2f}" for size in (*(memory[name] for name in columns), report["traffic"]["sent_bytes"])]
         assert "| " + " | ".join([config, *cells]) + " |" in MANUAL
-    assert f"P_a spares {peaks['C1'] - peaks['C2']:.2f} GB, and P_os+g in place of P_os " \
-           f"{peaks['C1'] - peaks['C3']:.2f}. P_a+cpu spares {peaks['C4'] - peaks['C5']:.2f} more" in MANUALS
+    assert f"P_a saves {peaks['C1'] - peaks['C2']:.2f} GB, and P_os+g in place of P_os " \
+           f"{peaks['C1'] - peaks['C3']:.2f}. P_a+cpu saves {peaks['C4'] - peaks['C5']:.2f} more" in MANUALS
     parameters = memory["parameters"] / 2
     assert f"A fused fp32 buffer would take {4 * parameters / GB:.2f} GB" in MANUALS
     assert f"C_B's two take {2 * 64 * 2**20 / GB:.2f}" in MANUALS
-    assert f"such a buffer takes {4 * parameters / GB:.2f} GB, C_B takes {2 * 64 * 2**20 / GB:.2f}, and P_a spares " \
+    assert f"such a buffer takes {4 * parameters / GB:.2f} GB, C_B takes {2 * 64 * 2**20 / GB:.2f}, and P_a saves " \
            f"{peaks['C1'] - peaks['C2']:.2f}" in PROSE
 
 
