@@ -642,13 +642,15 @@ def gradients_left(model):
 
 
 def small_updates(stage_class):
-    """Parameters that are 1, in bf16, after 25 steps of 0.0015."""
-    zero = stage_class(Given().bfloat16(), optim.SGD, lr=1e-3)
+    """Parameters that are 1, in bf16 but for the first, after 25 steps of 0.0015; all rounded to bf16."""
+    model = Given().bfloat16()
+    model.weights[0].data = model.weights[0].data.float()
+    zero = stage_class(model, optim.SGD, lr=1e-3)
     for _ in range(25):
         zero.model(torch.full((60,), 1.0 + dist.get_rank(), dtype=torch.bfloat16)).backward()
         zero.step()
         zero.zero_grad()
-    return torch.cat(toys.whole_parameters(zero)).double()
+    return torch.cat([param.bfloat16() for param in toys.whole_parameters(zero)]).double()
 
 
 def trained(stage_class, recipes):

@@ -295,6 +295,13 @@ WRONG = {
     "each rank keeps its own running statistics, the naive way": Wrong(
         5, "test_a_step_leaves_rank_0s_statistics", r"Naive: after step\(\) norm.running_mean.* of rank 1 is not what",
         {"Naive.step": function("def step(self):", "self.reduced_gradients()", "self.optimizer.step()")}),
+    "step() reduces again what is reduced": Wrong(
+        5, "test_micro_batches_are_sent_once", r"for 3 micro-batches, clip_grad_norm_\(\) and step\(\) rank 0 sent",
+        edited("01_data_parallel", "Stage0.step", ("self.reduced_gradients()", "self.reducer.finish()"))),
+    "running statistics go to all ranks, and not to the group": Wrong(
+        5, "test_a_step_leaves_rank_0s_statistics", r"here the group is .*(two|1 and 2) of three ranks",
+        edited("01_data_parallel", "Stage0.step", ("broadcast_statistics(self.model, self.group)",
+                                                   "broadcast_statistics(self.model)"))),
     "running statistics are sent in the first step only": Wrong(
         5, "test_a_step_leaves_rank_0s_statistics", r"Stage0: .* of rank 1 is not what rank 0's batches .* in 2 steps",
         {"Stage0.step": "@torch.no_grad()\n" + function(

@@ -675,7 +675,7 @@ MICROS = 3
 
 
 def accumulated(stage_class):
-    """Bytes sent up to the end of each of three micro-batches' backward, and in all; {name: gradient}. Then both
+    """Bytes sent up to the end of each of three micro-batches' backward, and with step(); {name: gradient}. Then both
     without no_sync(), which errors have left before: bytes of each backward. And bytes of a backward under no_sync(),
     after a zero_grad() in there."""
     rank, found = dist.get_rank(), []
@@ -686,6 +686,8 @@ def accumulated(stage_class):
                 zero.model(*wide_numbers(rank, micro)).backward()
             sent.append(calls.sent())
         found.append(gradients(zero))
+        zero.clip_grad_norm_(1e9)
+        zero.step()
         sent.append(calls.sent())
     zero = build(stage_class, wide)
     for error in (ZeroDivisionError, KeyboardInterrupt):  # the second is no Exception
@@ -722,7 +724,8 @@ def test_micro_batches_are_sent_once(stage_class):
             f"no_sync(): {in_words(share)} must leave there. What has no_sync() left behind?"
         )
         assert total <= 1.05 * share + 8 * checks.most_padding(wide(), 2), (
-            f"for {MICROS} micro-batches rank {rank} sent {in_words(total)}, and {in_words(share)} are enough"
+            f"for {MICROS} micro-batches, clip_grad_norm_() and step() rank {rank} sent {in_words(total)}, and "
+            f"{in_words(share)} are enough: gradients are averaged once"
         )
 
 
@@ -902,11 +905,13 @@ def test_nothing_stays_of_a_step(stage_class):
             )
 
 
-def statistics(stage_class):
-    """{(name, step): the buffers of a batch norm after it}; each rank has made them with its own batches."""
-    found = {}
+def statistics(stage_class, ranks):
+    """{(name, step): the buffers of a batch norm after it}; each of these ranks has made them with its own batches."""
+    found, group = {}, dist.new_group(ranks)
+    if dist.get_rank() not in ranks:
+        return found
     for name, way in (("Naive", stage_class.Naive), ("Stage0", stage_class)):
-        zero = build(way, Normed, lr=0.0)
+        zero = build(way, Normed, group=group, lr=0.0)
         if not hasattr(zero, "step") or not hasattr(zero, "zero_grad"):  # the contract asks for none of Naive
             continue
         for step in range(2):
@@ -919,20 +924,25 @@ def statistics(stage_class):
     return found
 
 
-@pytest.mark.step(5, points=1)
+STATISTICS = ("step() gives the running statistics of the group's first rank to the group's ranks "
+              "(replicas.broadcast_statistics); here the group is {} of three ranks")
+
+
+@pytest.mark.step(5, points=1, **dict.fromkeys(("stuck", "left", "raised"), STATISTICS.format("all or two")))
 def test_a_step_leaves_rank_0s_statistics(stage_class):
-    model, wanted = toys.build(Normed, 0), []
-    for step in range(2):
-        model(*toys.numbers(0, step))
-        wanted.append({label: buffer.clone() for label, buffer in model.named_buffers()})
-    for rank, found in enumerate(once(statistics, 3, stage_class)):
-        for (name, step), buffers in found.items():
-            off = [label for label, buffer in wanted[step].items() if not torch.allclose(buffers[label], buffer)]
-            assert not off, (
-                f"{name}: after step() {in_a_list(off)} of rank {rank} is not what rank 0's batches have made of it in "
-                f"{step + 1} steps. Each rank's statistics are of its own batches, and step() gives rank 0's to all "
-                "(replicas.broadcast_statistics): the file that you were given does that"
-            )
+    for ranks in ((0, 1, 2), (1, 2)):
+        model, wanted = toys.build(Normed, ranks[0]), []
+        for step in range(2):
+            model(*toys.numbers(ranks[0], step))
+            wanted.append({label: buffer.clone() for label, buffer in model.named_buffers()})
+        for rank, found in enumerate(once(statistics, 3, stage_class, ranks)):
+            for (name, step), buffers in found.items():
+                off = [label for label, buffer in wanted[step].items() if not torch.allclose(buffers[label], buffer)]
+                assert not off, (
+                    f"{name}: after step() {in_a_list(off)} of rank {rank} is not what rank {ranks[0]}'s batches have "
+                    f"made of it in {step + 1} steps. Each rank's statistics are of its own batches, and "
+                    f"{STATISTICS.format(f'ranks {in_a_list([*map(str, ranks)])}')}: the given file does that"
+                )
 
 
 TRAINING = {

@@ -6,6 +6,8 @@ looks at in another way is thorough here. (A learner's file gets all of them.)
 """
 
 
+import contextlib
+
 import checks
 import differences
 import pytest
@@ -267,8 +269,8 @@ def test_backward_in_a_group(stage_class):
 
 
 def micro_batches(stage_class):
-    """Shards after three micro-batches, with no_sync around the first two, and after two without it; and what was
-    sent under no_sync."""
+    """Shards after three micro-batches, with no_sync around the first two, after two without it, and after three with
+    it around the second; and what was sent under no_sync."""
     shards, rank = [], dist.get_rank()
     zero = build(stage_class)
     with checks.Calls() as calls, zero.no_sync():
@@ -277,9 +279,13 @@ def micro_batches(stage_class):
     zero.model(*toys.tokens(rank, 2)).backward()
     shards.append(shards_of(zero))
     zero.zero_grad()
-    for micro in range(2):
-        zero.model(*toys.tokens(rank, micro)).backward()
-    return [*shards, shards_of(zero)], calls.sent()
+    for local in ((), (1,)):
+        for micro in range(2 + len(local)):
+            with zero.no_sync() if micro in local else contextlib.nullcontext():
+                zero.model(*toys.tokens(rank, micro)).backward()
+        shards.append(shards_of(zero))
+        zero.zero_grad()
+    return shards, calls.sent()
 
 
 @pytest.mark.step(2, points=3)
@@ -294,6 +300,8 @@ def test_micro_batches_add_up(stage_class):
         (range(3), "the mean gradient, summed over three micro-batches, two of them under no_sync()"),
         (range(2), "the mean gradient, summed over two micro-batches without no_sync(), so that each was reduced. (The "
                    "second must add to a mean that is there, and not average it again)"),
+        (range(3), "the mean gradient, summed over three micro-batches, the second one under no_sync(): what was "
+                   "reduced before it must not get lost (backward_begins)"),
     )):
         found = [shards[case] for shards, _ in results]
         last = sum(gradients_of(2, steps=[micros[-1]])) / 2
@@ -317,8 +325,8 @@ def test_every_rank_has_all_updated_parameters(stage_class, world_size):
 
 
 def state_of_steps(stage_class, dtype):
-    """Bytes of optimizer state before the first step, after it and after the third; and, after each of these steps, of
-    all that lives because of the stage. The dtypes of what the optimizer holds."""
+    """Bytes of optimizer state before the first step, after it and after the third; and, after each of these steps, and
+    at most in the fourth, of all that lives because of the stage. The dtypes of what the optimizer holds."""
     rank, memory, states, lives = dist.get_rank(), Most(), [], []
     zero = stage_class(toys.build(model, rank, dtype), optim.AdamW, lr=1e-3, bucket_bytes=BUCKET)
     most = most_after_a_step(dtype, dist.get_world_size())
@@ -328,7 +336,10 @@ def state_of_steps(stage_class, dtype):
             lives.append(memory.now(most))
         zero.zero_grad()
         zero.model(*toys.tokens(rank, step)).backward()
+        if step == 3:
+            memory.follow(zero.optimizer)
         zero.step()
+    lives.append(memory.most)
     kinds = {str(param.dtype) for group in zero.optimizer.param_groups for param in group["params"]}
     return [states[0], states[1], states[3]], lives, sorted(kinds)
 
@@ -363,7 +374,7 @@ def test_optimizer_state_is_a_shard(stage_class):
                 f"{elements} parameters are {in_words(8 * elements)}, and P_os leaves a rank a quarter, "
                 f"{in_words(2 * elements)}"
             )
-        for when, size in zip(("first", "third"), lives, strict=True):
+        for when, size in zip(("first", "third"), lives[:2], strict=True):
             assert size <= most_after_a_step(torch.float32, 4), (
                 f"after the {when} step of AdamW rank {rank} of 4 holds {size / elements:.1f} bytes a parameter, and "
                 "in fp32 P_os needs 4 + 4 + 8/N = 10: parameters and gradients whole, momentum and variance of its "
@@ -469,10 +480,10 @@ def test_small_steps_in_bf16_add_up(stage_class):
     wanted = torch.tensor(1 - 25 * 0.0015).bfloat16().item()
     for rank, parameter in enumerate(toys.run(small_updates, 2, stage_class)):
         assert (parameter == wanted).all(), (
-            f"25 steps of 0.0015 from 1 on lead to {wanted:.4g} in bf16, and rank {rank} has {parameter[0]:.4g}: each "
-            "is too small to be seen in bf16. So the optimizer updates an fp32 master, which is rounded to the "
-            "parameter after each step and keeps its own digits. Is the master missing, or was parameter_shard never "
-            "written?"
+            f"25 steps of 0.0015 from 1 on lead to {wanted:.4g} in bf16, and rank {rank} has {min(parameter):.4g} to "
+            f"{max(parameter):.4g}: each is too small to be seen in bf16. So the optimizer updates an "
+            "fp32 master, which is rounded to the parameter after each step and keeps its own digits. Is the master "
+            "missing, or was parameter_shard never written? (The first of three parameters is in fp32 here.)"
         )
 
 
@@ -485,12 +496,18 @@ def test_masters_are_shards(stage_class):
             f"the parameters are in bf16, and in zero.optimizer's groups lie tensors of {' and '.join(kinds)} on rank "
             f"{rank}: there stands what is updated, the fp32 masters (bucket.master, in over_shards)"
         )
-        for when, size in zip(("first", "third"), lives, strict=True):
+        *after, during = lives
+        for when, size in zip(("first", "third"), after, strict=True):
             assert size <= most_after_a_step(torch.bfloat16, 4), (
                 f"after the {when} step of AdamW rank {rank} of 4 holds {size / elements:.1f} bytes a parameter in "
                 "bf16, and P_os needs 2 + 2 + 12/N = 7: parameters and gradients whole, and of its shard, in fp32, "
                 "master, momentum and variance"
             )
+        assert during <= most_after_a_step(torch.bfloat16, 4) + 6 * BUCKET / 4, (
+            f"in step() rank {rank} of 4 holds up to {in_words(during)}, and {in_words(after[-1])} after the third "
+            f"step. A bucket's shard has {in_words(2 * BUCKET / 4)} in fp32: bring one bucket's gradient to fp32, "
+            "update with it, and let it go before the next one's"
+        )
 
 
 def gathered_in_16_bits(stage_class):

@@ -431,8 +431,9 @@ def test_small_steps_in_bf16_add_up(stage_class):
     wanted = torch.tensor(1 - 25 * 0.0015).bfloat16().item()
     for rank, parameter in enumerate(toys.run(small_updates, 2, stage_class)):
         assert (parameter == wanted).all(), (
-            f"25 steps of 0.0015 from 1 on lead to {wanted:.4g} in bf16, and rank {rank} has {parameter[0]:.4g}: each "
-            "is too small to be seen in bf16, so the fp32 master must be updated, and rounded to the parameter"
+            f"25 steps of 0.0015 from 1 on lead to {wanted:.4g} in bf16, and rank {rank} has {min(parameter):.4g} to "
+            f"{max(parameter):.4g}: each is too small to be seen in bf16, so the fp32 master must be updated, and "
+            "rounded to the parameter. (The first of three parameters is in fp32 here.)"
         )
 
 
