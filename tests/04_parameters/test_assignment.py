@@ -1043,6 +1043,8 @@ def evaluated(stage_class):
             loss = zero.model(*two_numbers(rank, micro))
             first = first or gathers(calls.made)
             loss.backward()
+        del loss
+        zero.model(*two_numbers(rank, 1))  # no backward follows: units stay whole
         zero.step()
         zero.zero_grad()
         before = checks.live_bytes()
@@ -1084,8 +1086,8 @@ def test_an_evaluation_leaves_nothing_whole(stage_class):
         assert_losses([found[number][0] for found in ranks],
                       [loss_of(Tower, rank, step, change=stepped, skip=skip) for rank in range(2)],
                       f"evaluation {number + 1} after a step", "does it gather the updated shards? (A unit that "
-                      "backward expected in vain is still on its way when step() begins, with old values: release "
-                      "that, too)")
+                      "backward expected in vain is still on its way when step() begins, with old values, and the "
+                      "forward before it, which no backward followed, left some whole: step() releases these, too)")
         for rank, found in enumerate(ranks):
             _, whole, more, sent = found[number]
             still = (f", and {len(whole)} parameters are whole, {whole[0]} first" if whole else
