@@ -18,6 +18,7 @@ from torch import nn
 
 from zero_minimal.checkpoint import as_json
 from zero_minimal.checkpoint.chunks import Chunk, Place, chunks
+from zero_minimal.checkpoint.sharded_state import in_no_bucket
 from zero_minimal.core.layout import Bucket
 
 
@@ -106,12 +107,7 @@ def chunks_of_stretch(
     """The chunks of a tensor of which this rank has `stretch`: flat, from element `begin` on."""
     for chunk in chunks(shape, begin, begin + stretch.numel()):
         own, stretch = stretch[: chunk.numel].view(chunk.sizes), stretch[chunk.numel :]
-        if place is None:
-            yield LocalChunk(f"{kind}/{name}", shape or (1,), chunk, own, bucket)
-            continue
-        for inside, whole in place.chunks(chunk):
-            rows = place.dim, inside.offsets[place.dim], inside.sizes[place.dim]
-            yield LocalChunk(f"{kind}/{name}", place.shape, whole, own.narrow(*rows), bucket)
+        yield from _placed(f"{kind}/{name}", shape or (1,), chunk, own, place, bucket)
 
 
 def chunks_of_whole(
@@ -121,11 +117,19 @@ def chunks_of_whole(
     if tensor.numel():
         tensor = tensor.detach() if tensor.ndim else tensor.detach().view(1)
         chunk = Chunk(tuple(0 for _ in tensor.shape), tuple(tensor.shape))
-        for inside, whole in place.chunks(chunk) if place else [(chunk, chunk)]:
-            own = tensor
-            for dim, (start, size) in enumerate(zip(inside.offsets, inside.sizes, strict=True)):
-                own = own.narrow(dim, start, size)
-            yield LocalChunk(f"{kind}/{name}", place.shape if place else chunk.sizes, whole, own)
+        yield from _placed(f"{kind}/{name}", chunk.sizes, chunk, tensor, place)
+
+
+def _placed(
+    name: str, shape: tuple[int, ...], chunk: Chunk, own: torch.Tensor, place: Place | None,
+    bucket: Bucket | None = None,
+) -> Iterator[LocalChunk]:
+    """A chunk `own`, in parts if the tensor is cut over a model-parallel group."""
+    if place is None:
+        yield LocalChunk(name, shape, chunk, own, bucket)
+    else:
+        for inside, whole in place.chunks(chunk):
+            yield LocalChunk(name, place.shape, whole, inside.of(own), bucket)
 
 
 def parameter_of(name: str) -> str:
@@ -169,7 +173,7 @@ def to_save(holding: Holding) -> list[LocalChunk]:
             if tensor.numel() == bucket.padded:  # stage 0 has all of it: each rank writes a part
                 tensor = bucket.shard(tensor, stage.rank)
             found += cut(tensor)
-    whole = [("model", name, param.data) for name, param in in_no_bucket(stage).items()]
+    whole = [("model", name, values) for name, values in in_no_bucket(stage).items()]
     whole += [("buffer", name, buffer.clone()) for name, buffer in persistent_buffers(stage.model)]
     for number, (kind, name, tensor) in enumerate(whole):
         if number % stage.world_size == stage.rank:  # alike on all ranks: they take turns
@@ -192,12 +196,6 @@ def _state(stage, bucket: Bucket) -> dict:
     if bucket.away is not None:
         return bucket.away.state()
     return stage.optimizer.state.get(bucket.master, {}) if bucket.trained else {}
-
-
-def in_no_bucket(stage) -> dict[str, nn.Parameter]:
-    """Frozen parameters, by name, that every rank holds whole."""
-    packed = {param for bucket in stage.all_buckets for param in bucket.params}
-    return {name: param for name, param in stage.model.named_parameters() if param not in packed}
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

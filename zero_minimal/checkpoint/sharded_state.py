@@ -167,13 +167,13 @@ def _facts(stage) -> dict:
         "buckets": [(bucket.name, bucket.numel, bucket.padded) for bucket in stage.all_buckets],
         "parameters": _layout_of(stage),
         "optimizer_class": type(stage.optimizer).__name__,
-        "frozen": _frozen(stage),
+        "frozen": in_no_bucket(stage),
         "buffers": dict(stage.model.named_buffers()),
     }
 
 
-def _frozen(stage) -> dict:
-    """Parameters that no bucket holds."""
+def in_no_bucket(stage) -> dict[str, torch.Tensor]:
+    """The values of frozen parameters, by name, that every rank holds whole."""
     packed = {param for bucket in stage.all_buckets for param in bucket.params}
     named = stage.model.named_parameters()
     return {name: param.data for name, param in named if param not in packed}
