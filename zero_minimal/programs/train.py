@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 2 zero_minimal/stage2.py --steps 100
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.observer import Observer, stage_in
@@ -90,14 +92,9 @@ def main(stage_class) -> None:
         description=f"Train a GPT, or --model, with {stage_class.__name__}, by itself or under torchrun "
                     "--nproc-per-node N.",
     )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl if each rank has a GPU, else gloo")
-    add_device(parser)
-    add_timeout(parser)
-    add_settings(parser)
-    add_flags(parser)
+    add_common_flags(parser)
     offload_flags.add_flags(parser)
-    deepspeed.add_flag(parser)
     arguments = parser.parse_args()
     of_file = deepspeed.read_flag(parser, arguments, stage_class)
     settings, flags = of_file(read_settings(parser, arguments)), read_flags(parser, arguments)
@@ -105,10 +102,26 @@ def main(stage_class) -> None:
 
     with ranks.start(arguments.device, arguments.backend, arguments.timeout) as rank:
         result = train(stage_class, settings, rank, flags, away)
+    finish(result, settings, rank, report.describe, arguments.json)
+
+
+def add_common_flags(parser: Parser, **defaults) -> None:
+    """Give the parser the flags of every program that trains and reports. defaults: other ones of the settings."""
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
+    add_device(parser)
+    add_timeout(parser)
+    add_settings(parser, **defaults)
+    add_flags(parser)
+    deepspeed.add_flag(parser)
+
+
+def finish(result: dict | None, settings: Settings, rank: ranks.Rank, describe: Callable[[dict], str],
+           file: Path | None) -> None:
+    """The end of such a program, on all ranks: rank 0 prints its report, and writes it as JSON if there is a file."""
     if rank.rank == 0 and result is None:
-        print(f"all {settings.steps} steps were done before" + (", so there is no report" if arguments.json else ""))
+        print(f"all {settings.steps} steps were done before" + (", so there is no report" if file else ""))
     elif rank.rank == 0:
-        print(report.describe(result))
-        if arguments.json:
-            report.write_json(result, arguments.json)
+        report.say(describe(result))
+        if file:
+            report.write_json(result, file)
     end(result)
