@@ -59,7 +59,7 @@ class Fetched:
         if self._chunks is None:
             if len(self.latest) == 2:
                 self.latest.popleft()._chunks = None
-            self._chunks = self.cut(self.bucket.away.fetch(self.name))
+            self._chunks = list(self.cut(self.bucket.away.fetch(self.name)))
             self.latest.append(self)
         return self._chunks
 
@@ -163,7 +163,7 @@ def to_save(holding: Holding) -> list[LocalChunk]:
         own = bucket.master.data if bucket.trained else bucket.parameter_shard
         tensors = {"model": own, **_of_elements(stage, bucket)}
         for kind, tensor in tensors.items():
-            cut = functools.partial(_cut, holding, bucket, kind)
+            cut = functools.partial(in_bucket, holding, bucket, kind)
             if bucket.away is not None:
                 name = kind.split("/")[1] if "/" in kind else None
                 fetched = Fetched(bucket, name, cut, latest)
@@ -179,10 +179,6 @@ def to_save(holding: Holding) -> list[LocalChunk]:
         if number % stage.world_size == stage.rank:  # alike on all ranks: they take turns
             found += chunks_of_whole(kind, name, tensor, holding.places.get(name))
     return [local for local in found if holding.saves(parameter_of(local.name))]
-
-
-def _cut(holding: Holding, bucket: Bucket, kind: str, held: torch.Tensor) -> list[LocalChunk]:
-    return list(in_bucket(holding, bucket, kind, held))
 
 
 def _of_elements(stage, bucket: Bucket) -> dict[str, torch.Tensor]:

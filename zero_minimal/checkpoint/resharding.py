@@ -17,7 +17,7 @@ This module is imported when a state is saved or loaded: DCP takes seconds to im
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -186,14 +186,14 @@ class ChunkLoader(DefaultLoadPlanner):
 
     def __init__(self, chunks: list[LocalChunk]):
         super().__init__()
-        self.chunks = {_index(local): local for local in chunks}
+        self.chunks = {metadata.MetadataIndex(local.name, local.chunk.offsets): local
+                       for local in chunks}
 
     def create_local_plan(self) -> planner.LoadPlan:
         items, described = [], self.metadata.state_dict_metadata
         for index, local in self.chunks.items():
-            overlaps = create_read_items_for_chunk_list(
-                index.fqn, described[index.fqn], [_chunk(local)]
-            )
+            chunk = _dcp_chunk(local.chunk.offsets, local.chunk.sizes)
+            overlaps = create_read_items_for_chunk_list(index.fqn, described[index.fqn], [chunk])
             found = sum(item.lengths.numel() for item in overlaps)
             if found != local.chunk.numel:
                 raise ValueError(f"{index.fqn} is not whole in this checkpoint: of a chunk of "
@@ -221,8 +221,7 @@ class Reader(EmptySteps, storage.StorageReader):
             name: metadata.TensorStorageMetadata(
                 metadata.TensorProperties(as_json.dtype_of(tensor["dtype"])),
                 torch.Size(tensor["shape"]),
-                [metadata.ChunkStorageMetadata(torch.Size(chunk[0]), torch.Size(chunk[1]))
-                 for chunk in tensor["chunks"]],
+                [_dcp_chunk(offsets, sizes) for offsets, sizes, *_ in tensor["chunks"]],
             ) for name, tensor in self.contents.tensors.items()
         })
 
@@ -249,11 +248,6 @@ def _read(file: Path, offset: int, sizes: list, dtype: torch.dtype, item) -> tor
     return Chunk((0, *item.storage_offsets[1:]), item.lengths).of(part)
 
 
-def _index(local: LocalChunk) -> metadata.MetadataIndex:
-    return metadata.MetadataIndex(local.name, local.chunk.offsets)
-
-
-def _chunk(local: LocalChunk) -> metadata.ChunkStorageMetadata:
+def _dcp_chunk(offsets: Sequence[int], sizes: Sequence[int]) -> metadata.ChunkStorageMetadata:
     """What DCP calls a chunk."""
-    offsets, sizes = torch.Size(local.chunk.offsets), torch.Size(local.chunk.sizes)
-    return metadata.ChunkStorageMetadata(offsets, sizes)
+    return metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
