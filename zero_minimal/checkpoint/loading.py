@@ -283,8 +283,7 @@ def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved
         return groups.get(param) if ours else before
 
     return {"kind": None} | saved | {
-        "parameters": {name: {"shape": list(param.shape), "dtype": as_json.name_of(param.dtype),
-                              "group": group_of(name, param)}
+        "parameters": {name: local_chunks.described(param, group=group_of(name, param))
                        for name, param in model.named_parameters()},
         "buffers": local_chunks.facts_of_buffers(model),
         "extra_states": local_chunks.extra_states(model),

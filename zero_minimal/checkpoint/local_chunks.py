@@ -220,9 +220,9 @@ def facts_of(holding: Holding) -> dict:
     for bucket in stage.buckets:
         groups.update(dict.fromkeys(bucket.params, bucket.group_index))
     parameters = {
-        name: {"shape": list(holding.shape(param)), "dtype": as_json.name_of(param.dtype),
-               # of the optimizer; None: not trained, or there is nothing in it
-               "group": groups.get(param) if param.numel() else None}
+        # group: of the optimizer; None: not trained, or there is nothing in it
+        name: described(param, shape=list(holding.shape(param)),
+                        group=groups.get(param) if param.numel() else None)
         for param, name in holding.names.items()
     }
     return {
@@ -239,6 +239,11 @@ def facts_of(holding: Holding) -> dict:
     }
 
 
+def described(tensor: torch.Tensor, **more) -> dict:
+    """What the facts say of a tensor."""
+    return {"shape": list(tensor.shape), "dtype": as_json.name_of(tensor.dtype)} | more
+
+
 def second_names(model: nn.Module) -> dict[str, str]:
     """For parameters and buffers with two names: {the second: the first}."""
     first = {held: name for name, held in [*model.named_parameters(), *persistent_buffers(model)]}
@@ -247,8 +252,7 @@ def second_names(model: nn.Module) -> dict[str, str]:
 
 
 def facts_of_buffers(model: nn.Module) -> dict[str, dict]:
-    return {name: {"shape": list(buffer.shape), "dtype": as_json.name_of(buffer.dtype)}
-            for name, buffer in persistent_buffers(model)}
+    return {name: described(buffer) for name, buffer in persistent_buffers(model)}
 
 
 def extra_states(model: nn.Module) -> dict[str, object]:

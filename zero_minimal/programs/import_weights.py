@@ -80,9 +80,8 @@ def renamed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def described(tensor: torch.Tensor) -> dict:
-    """The entries of local_chunks.facts_of(), and a checksum, which tells whether two names belong to one weight."""
-    return {"shape": list(tensor.shape), "dtype": as_json.name_of(tensor.dtype), "group": None,
-            "crc32": zlib.crc32(as_json.bytes_of(tensor))}
+    """What the facts say of a weight, and a checksum, which tells whether two names belong to one."""
+    return local_chunks.described(tensor, group=None, crc32=zlib.crc32(as_json.bytes_of(tensor)))
 
 
 def of_the_library(weights: dict[str, torch.Tensor], config: Path) -> dict[str, torch.Tensor]:
