@@ -334,24 +334,6 @@ def test_a_program_that_does_not_fit_says_so(main, argument, content, flags, sai
     assert said != IS_CUT or "1 ranks are not D × 2" in words and "partition_activations" not in words
 
 
-def losses_of_flags(text):
-    """Losses of the flags that say what the file below says."""
-    with ranks.start() as rank:
-        same = dataclasses.replace(runs.SMALL, dtype="fp16", batch=2, accumulate=2, clip=0.5, text=text)
-        zero = loop.build(STAGES[2], same, rank, bucket_bytes=40000)
-        plain = loop.steps(zero, loop.training_batches(same, rank.rank), same, scaler=same.loss_scaler())
-        return loop.mean_over_ranks([sum(part.item() for part in parts) for parts in plain], rank)
-
-
-@pytest.mark.thorough
-def test_a_file_trains_as_the_flags_that_say_the_same(tmp_path):
-    content = {name: value for name, value in runs.of(2, "fp16").items() if name not in ("optimizer", "scheduler")}
-    by_file = runs.run(runs.ours, {"": content | {"fp16": {"enabled": True, "loss_scale": 2**16}}})[""]["losses"]
-    (tmp_path / "text").write_text(runs.TEXT)
-    by_flags = ranks.run(losses_of_flags, runs.RANKS, str(tmp_path / "text"), device="cpu", timeout=60)[0]
-    assert by_file == by_flags and len(by_file) == runs.SMALL.steps
-
-
 # ------------------------------------------------------------------------------------------------------ what is written
 
 
