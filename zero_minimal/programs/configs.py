@@ -16,7 +16,7 @@ from zero_minimal.paper import formulas
 from zero_minimal.processes import interrupts, ranks
 from zero_minimal.programs import deepspeed, report
 from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, read_flags
-from zero_minimal.programs.train import add_common_flags, bar_over, finish, own_loss
+from zero_minimal.programs.train import add_common_flags, finish, losses_of
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import DTYPES, Parser, Settings, positive, read_settings, refuse_model
 from zero_minimal.zero_100b import CONFIGS, System
@@ -42,11 +42,7 @@ def train(
     left = replace(settings, steps=settings.steps - first)
     watch = Observer(system, rank, left)
     steps = loop.steps(system, batches, settings, scaler=scaler, observers=[watch], first=first)
-    losses = []
-    for step, parts in enumerate(bar := bar_over(steps, left, name, rank), first):
-        losses.append(sum(part.item() for part in parts))
-        bar.note(f"{own_loss(rank)} {losses[-1]:.3f}")
-        checkpoints.after(step)
+    losses = losses_of(steps, left.steps, name, rank, first, checkpoints.after)
     finished = checkpoints.finish()
     step_seconds = watch.step_seconds()
     return {

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 zero_minimal/stage2.py --steps 100
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -58,12 +58,9 @@ def train(
     bus = BusMeter(zero) if away.cpu else None
     observers = [observer, bus] if bus else [observer]
 
-    losses, validation_losses = [], [loop.evaluate(zero, validation, rank)]
+    validation_losses = [loop.evaluate(zero, validation, rank)]
     steps = loop.steps(zero, batches, settings, scaler=scaler, observers=observers, first=first)
-    for step, parts in enumerate(bar := bar_over(steps, left, stage_class.__name__, rank), first):
-        losses.append(sum(part.item() for part in parts))
-        bar.note(f"{own_loss(rank)} {losses[-1]:.3f}")
-        checkpoints.after(step)
+    losses = losses_of(steps, left.steps, stage_class.__name__, rank, first, checkpoints.after)
     finished = checkpoints.finish()
     validation_losses.append(loop.evaluate(zero, validation, rank))
 
@@ -75,14 +72,18 @@ def train(
         {"resumed_after": first, "settings": asdict(settings)} if first else {})
 
 
-def bar_over(steps, settings: Settings, name: str, rank: ranks.Rank):
-    """A progress bar over the steps of a run, on rank 0."""
-    return progress.bar(steps, name=name, total=settings.steps, shown=rank.rank == 0)
-
-
-def own_loss(rank: ranks.Rank) -> str:
-    """A bar's name for a step's loss, this rank's own: a mean needs a collective, which the meters would count."""
-    return "loss" if rank.world_size == 1 else "rank 0's loss"
+def losses_of(steps: Iterable, total: int, name: str, rank: ranks.Rank, first: int = 0,
+              after: Callable[[int], None] = lambda step: None) -> list[float]:
+    """Train the `total` steps of loop.steps(…), call after(step) after each, return this rank's losses. Rank 0 has a
+    bar, with its own loss: a mean needs a collective, which the meters would count.
+    """
+    losses, whose = [], "loss" if rank.world_size == 1 else "rank 0's loss"
+    bar = progress.bar(steps, name=name, total=total, shown=rank.rank == 0)
+    for step, parts in enumerate(bar, first):
+        losses.append(sum(part.item() for part in parts))
+        bar.note(f"{whose} {losses[-1]:.3f}")
+        after(step)
+    return losses
 
 
 @interrupts.program
