@@ -42,7 +42,8 @@ WITHOUT_EFFECT = {"bucket_mb", "recompute"}  # settings that do not change the l
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the parser the four flags."""
     group = parser.add_argument_group("checkpoints")
-    group.add_argument("--save", type=_folder, metavar="DIR", help="regularly write a checkpoint to this folder")
+    group.add_argument("--save", type=lambda word: Path(_some(word)), metavar="DIR",
+                       help="regularly write a checkpoint to this folder")
     group.add_argument("--every", type=positive, metavar="K", help="steps between checkpoints (default: 100)")
     group.add_argument("--keep", type=positive, metavar="COUNT", help="how many of the newest to keep (default: 3)")
     group.add_argument("--resume", type=_some, metavar="DIR", help="resume the newest checkpoint in this folder; "
@@ -53,10 +54,6 @@ def _some(word: str) -> str:
     if not word:
         raise argparse.ArgumentTypeError("it names nothing: give a folder, or leave the flag out")
     return word
-
-
-def _folder(word: str) -> Path:
-    return Path(_some(word))
 
 
 def read_flags(parser: Parser, arguments: argparse.Namespace) -> Flags:
