@@ -215,8 +215,6 @@ READ = {  # (file, ranks, flags on the command line, what it becomes, how all no
     "nothing": ({}, 1, {}, {"batch": SMALL.batch, "accumulate": 1, "dtype": "fp32", "clip": 1.0}, [SAID]),
     "fp16": (FP16 | {"bf16": {"enabled": False}} | zero(1), 1, {"clip": 1.0}, {"dtype": "fp16"}, []),
     "neither": ({"fp16": {"enabled": AUTO}, "bf16": {"enabled": AUTO}}, 1, {"clip": 1.0}, {"dtype": "fp32"}, []),
-    **{f"a bucket of {name}": ((BF16 if name == "bf16" else {}) | zero(1, reduce_bucket_size=5e8), 1, {},
-                               {"bucket_mb": 5e8 * size / MB}, [SAID]) for name, size in (("fp32", 4), ("bf16", 2))},
     "stage 0 in bf16": (BF16 | zero(0), 1, {"clip": 1.0}, {}, ["stage 0 in bf16: DeepSpeed's own begins with an Adam "
                                                              "step on gradients of 0, so its losses are others"]),
     "AdamW": (adam("AdamW"), 1, {"clip": 1.0}, {"weight_decay": 0.0, "type": "AdamW", "lr": 1e-3}, [CONSTANT]),
