@@ -72,11 +72,6 @@ def read_alone(contents: Contents, wanted: list[LocalChunk]) -> None:
     reader.read_data(planner.create_local_plan(), planner)
 
 
-def extra_of(contents: Contents):
-    """What the program gave as `extra`."""
-    return as_json.decoded(contents.facts["extra"])
-
-
 # ----------------------------------------------------------------------------- the same model?
 
 

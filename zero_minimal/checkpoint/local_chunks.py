@@ -100,16 +100,6 @@ def holding_of(zero) -> Holding:
     return Holding(zero, group=zero.group, data_rank=zero.rank)
 
 
-def chunks_of_stretch(
-    kind: str, name: str, shape: tuple[int, ...], begin: int, stretch: torch.Tensor,
-    place: Place | None = None, bucket: Bucket | None = None,
-) -> Iterator[LocalChunk]:
-    """The chunks of a tensor of which this rank has `stretch`: flat, from element `begin` on."""
-    for chunk in chunks(shape, begin, begin + stretch.numel()):
-        own, stretch = stretch[: chunk.numel].view(chunk.sizes), stretch[chunk.numel :]
-        yield from _placed(f"{kind}/{name}", shape or (1,), chunk, own, place, bucket)
-
-
 def chunks_of_whole(
     kind: str, name: str, tensor: torch.Tensor, place: Place | None = None
 ) -> Iterator[LocalChunk]:
@@ -148,11 +138,12 @@ def in_bucket(
         low = max(start, offset)
         high = min(start + held.numel(), offset + param.numel())
         if low < high:
-            name = holding.names[param]
-            yield from chunks_of_stretch(
-                kind, name, tuple(param.shape), low - offset, held[low - start : high - start],
-                holding.places.get(name), bucket if bucket.trained else None,
-            )
+            name, shape = holding.names[param], tuple(param.shape)
+            stretch = held[low - start : high - start]
+            for chunk in chunks(shape, low - offset, high - offset):
+                own, stretch = stretch[: chunk.numel].view(chunk.sizes), stretch[chunk.numel :]
+                yield from _placed(f"{kind}/{name}", shape or (1,), chunk, own,
+                                   holding.places.get(name), bucket if bucket.trained else None)
 
 
 def to_save(holding: Holding) -> list[LocalChunk]:
