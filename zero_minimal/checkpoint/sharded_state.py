@@ -31,7 +31,8 @@ def state_dict(stage) -> dict:
     shards = [bucket.master.data if bucket.trained else bucket.parameter_shard
               for bucket in stage.all_buckets]
     return _facts(stage) | {
-        "shards": [shard.clone() if _is_part(shard) else shard for shard in shards],
+        "shards": [shard.clone() if shard.untyped_storage().nbytes() > shard.nbytes else shard
+                   for shard in shards],
         "optimizer": stage.optimizer.state_dict(),
     }
 
@@ -185,11 +186,6 @@ def _layout_of(stage) -> list[tuple]:
     names = {param: name for name, param in stage.model.named_parameters()}
     return [(names[param], bucket.flat.offsets[param] - bucket.start)
             for bucket in stage.all_buckets for param in bucket.params]
-
-
-def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds more than this tensor."""
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _names(content) -> list[tuple]:

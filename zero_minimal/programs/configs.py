@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from zero_minimal.core.mesh import Mesh, divisors, make_mesh
+from zero_minimal.core.mesh import divisors, make_mesh
 from zero_minimal.meters.observer import MEMORY_STEPS, Observer
 from zero_minimal.paper import formulas
 from zero_minimal.processes import interrupts, ranks
@@ -33,7 +33,12 @@ def train(
     """
     mesh = make_mesh(model_parallel)
     batches = loop.training_batches(settings, mesh.data_rank)
-    system = build(name, settings, mesh, rank, system_class)
+    torch.manual_seed(settings.seed)  # the same model in each model-parallel group
+    system = system_class(
+        name, settings.model_config(), mesh, settings.batch, DTYPES[settings.dtype], rank.device,
+        settings.optimizer_class(), bucket_bytes=int(settings.bucket_mb * 2**20), **settings.optimizer_options(),
+    )
+    loop.seed_dropout(settings, mesh.data_rank)  # from now on each group has its own
     scaler = settings.loss_scaler(system.groups)
     checkpoints = Checkpoints(flags, system, batches, scaler, settings, rank)
     first = checkpoints.resume()
@@ -56,17 +61,6 @@ def train(
         | {"peak": watch.ledger.peak.total, "peak_by_category": watch.ledger.peak.bytes},
         "traffic": watch.sent(),
     } | finished | ({"resumed_after": first} if first else {})
-
-
-def build(name: str, settings: Settings, mesh: Mesh, rank: ranks.Rank, system_class: type = System) -> System:
-    """The system, with the same model in each model-parallel group; from now on each group has its own dropout."""
-    torch.manual_seed(settings.seed)
-    system = system_class(
-        name, settings.model_config(), mesh, settings.batch, DTYPES[settings.dtype], rank.device,
-        settings.optimizer_class(), bucket_bytes=int(settings.bucket_mb * 2**20), **settings.optimizer_options(),
-    )
-    loop.seed_dropout(settings, mesh.data_rank)
-    return system
 
 
 def run(name: str, settings: Settings, world_size: int, model_parallel: int, device: str = "auto") -> dict:

@@ -113,8 +113,8 @@ def take_over(path: Path, folder: Path, of_a_model: bool = False) -> dict[str, t
         extra["model"] = json.loads(config.read_text())
     else:
         weights = renamed(weights)
-    if not of_a_model and path.is_dir() and config.exists() and "n_head" in config.read_text():
-        extra["settings"] = {"heads": in_json(config, "n_head")}  # no weight's shape shows it
+        if path.is_dir() and config.exists() and "n_head" in config.read_text():
+            extra["settings"] = {"heads": in_json(config, "n_head")}  # no weight's shape shows it
     facts = {
         "step": 0, "extra": extra, "stage": None, "ranks": 0,
         "parameters": {name: described(tensor) for name, tensor in weights.items()},
