@@ -339,21 +339,17 @@ HUNTS = {
 
 # causes on which nobody is sent: recorded too, so that the checker's signs of them are tried on what is real
 TINY = SMALL | {"layers": 2, "hidden": 32, "sequence": 16, "bucket_mb": 0.03, "steps": run_record.STEPS}
-OTHERS = {
-    "averaged-twice": Hunt("averaged-twice", 3, Settings(**TINY), Side(Stage0), Side(AveragesTwice)),
-    "micro-batches-not-divided": Hunt("micro-batches-not-divided", 3, Settings(**TINY, accumulate=2), Side(Stage0),
-                                      Side(undivided(Stage0))),
-    "never-reduced": Hunt("never-reduced", 2, Settings(**TINY), Side(Stage0), Side(ReducesNothing)),
-    "last-gather-missing": Hunt("last-gather-missing", 2, Settings(**TINY), Side(Stage1), Side(ForgetsTheLast)),
-    "whole-optimizer-state": Hunt("whole-optimizer-state", 2, Settings(**TINY), Side(Stage1), Side(KeepsAllState)),
-    "reduced-late": Hunt("reduced-late", 3, Settings(**TINY), Side(Stage2), Side(ReducesLate)),
-    "never-released": Hunt("never-released", 2, Settings(**TINY), Side(Stage3), Side(ReleasesNothing)),
-    "all-reduced-and-sliced": Hunt("all-reduced-and-sliced", 2, Settings(**TINY), Side(Stage2),
-                                   Side(ReducesAndSlices)),
-    "tiny-buckets": Hunt("tiny-buckets", 2, Settings(**TINY), Side(Stage1),
-                         Side(Stage1, options=lambda _: {"bucket_bytes": 2**12})),
-    "one-bucket": Hunt("one-bucket", 2, Settings(**TINY), Side(Stage0),
-                       Side(Stage0, options=lambda _: {"bucket_bytes": None})),
-    "slow-network": Hunt("slow-network", 2, Settings(**TINY), Side(Stage1), Side(Slow)),
-    "learning-rate": Hunt("learning-rate", 2, Settings(**TINY), Side(Stage0), Side(TenTimesFaster)),
-}
+OTHERS = {hunt.cause: hunt for hunt in (
+    Hunt("averaged-twice", 3, Settings(**TINY), Side(Stage0), Side(AveragesTwice)),
+    Hunt("micro-batches-not-divided", 3, Settings(**TINY, accumulate=2), Side(Stage0), Side(undivided(Stage0))),
+    Hunt("never-reduced", 2, Settings(**TINY), Side(Stage0), Side(ReducesNothing)),
+    Hunt("last-gather-missing", 2, Settings(**TINY), Side(Stage1), Side(ForgetsTheLast)),
+    Hunt("whole-optimizer-state", 2, Settings(**TINY), Side(Stage1), Side(KeepsAllState)),
+    Hunt("reduced-late", 3, Settings(**TINY), Side(Stage2), Side(ReducesLate)),
+    Hunt("never-released", 2, Settings(**TINY), Side(Stage3), Side(ReleasesNothing)),
+    Hunt("all-reduced-and-sliced", 2, Settings(**TINY), Side(Stage2), Side(ReducesAndSlices)),
+    Hunt("tiny-buckets", 2, Settings(**TINY), Side(Stage1), Side(Stage1, options=lambda _: {"bucket_bytes": 2**12})),
+    Hunt("one-bucket", 2, Settings(**TINY), Side(Stage0), Side(Stage0, options=lambda _: {"bucket_bytes": None})),
+    Hunt("slow-network", 2, Settings(**TINY), Side(Stage1), Side(Slow)),
+    Hunt("learning-rate", 2, Settings(**TINY), Side(Stage0), Side(TenTimesFaster)),
+)}

@@ -215,8 +215,6 @@ READ = {  # (file, ranks, flags on the command line, what it becomes, how all no
     "nothing": ({}, 1, {}, {"batch": SMALL.batch, "accumulate": 1, "dtype": "fp32", "clip": 1.0}, [SAID]),
     "fp16": (FP16 | {"bf16": {"enabled": False}} | zero(1), 1, {"clip": 1.0}, {"dtype": "fp16"}, []),
     "neither": ({"fp16": {"enabled": AUTO}, "bf16": {"enabled": AUTO}}, 1, {"clip": 1.0}, {"dtype": "fp32"}, []),
-    **{f"a bucket of {name}": ((BF16 if name == "bf16" else {}) | zero(1, reduce_bucket_size=5e8), 1, {},
-                               {"bucket_mb": 5e8 * size / MB}, [SAID]) for name, size in (("fp32", 4), ("bf16", 2))},
     "stage 0 in bf16": (BF16 | zero(0), 1, {"clip": 1.0}, {}, ["stage 0 in bf16: DeepSpeed's own begins with an Adam "
                                                              "step on gradients of 0, so its losses are others"]),
     "AdamW": (adam("AdamW"), 1, {"clip": 1.0}, {"weight_decay": 0.0, "type": "AdamW", "lr": 1e-3}, [CONSTANT]),
@@ -332,24 +330,6 @@ def test_a_program_that_does_not_fit_says_so(main, argument, content, flags, sai
     words = capsys.readouterr().err
     assert said in words
     assert said != IS_CUT or "1 ranks are not D × 2" in words and "partition_activations" not in words
-
-
-def losses_of_flags(text):
-    """Losses of the flags that say what the file below says."""
-    with ranks.start() as rank:
-        same = dataclasses.replace(runs.SMALL, dtype="fp16", batch=2, accumulate=2, clip=0.5, text=text)
-        zero = loop.build(STAGES[2], same, rank, bucket_bytes=40000)
-        plain = loop.steps(zero, loop.training_batches(same, rank.rank), same, scaler=same.loss_scaler())
-        return loop.mean_over_ranks([sum(part.item() for part in parts) for parts in plain], rank)
-
-
-@pytest.mark.thorough
-def test_a_file_trains_as_the_flags_that_say_the_same(tmp_path):
-    content = {name: value for name, value in runs.of(2, "fp16").items() if name not in ("optimizer", "scheduler")}
-    by_file = runs.run(runs.ours, {"": content | {"fp16": {"enabled": True, "loss_scale": 2**16}}})[""]["losses"]
-    (tmp_path / "text").write_text(runs.TEXT)
-    by_flags = ranks.run(losses_of_flags, runs.RANKS, str(tmp_path / "text"), device="cpu", timeout=60)[0]
-    assert by_file == by_flags and len(by_file) == runs.SMALL.steps
 
 
 # ------------------------------------------------------------------------------------------------------ what is written

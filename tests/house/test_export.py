@@ -2,20 +2,14 @@
 
 import json
 import re
-import resource
-import signal
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import toys
+from house.saved_models import Model, disk_has
 from safetensors.torch import load_file, save_file
 from thorough import sample
-
-sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
-
-from saved_models import Model
 
 from zero_minimal.__main__ import main
 from zero_minimal.checkpoint import saved_state
@@ -208,18 +202,15 @@ def test_says_what_cannot_be(tmp_path, capsys):
 def test_a_disk_that_is_full(tmp_path, capsys):
     save_file(of_transformers(GPT(SIZES)), tmp_path / "model.safetensors")
     main(["import", str(tmp_path / "model.safetensors"), str(tmp_path / "a")])
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then it is an error of write()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     capsys.readouterr()
+    disk_has(1000)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         for words in (["import", str(tmp_path / "model.safetensors"), str(tmp_path / "b")],
                       ["export", str(tmp_path / "a"), str(tmp_path / "m.safetensors")]):
             with pytest.raises(SystemExit):
                 main(words)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
+        disk_has(None)
     said = capsys.readouterr().err
     assert said.count("cannot be written: ") == 2 and "File too large" in said
     assert not list((tmp_path / "b").iterdir()) and not list(tmp_path.glob(".*")), "nothing half-written is left"

@@ -221,16 +221,6 @@ def test_keeps_the_newest(tmp_path):
     assert saved_state.load(zero, tmp_path) == {"number": 9} and saved_state.load(zero, paths[-1]) == {"number": 3}
 
 
-@in_ranks(2)
-def test_refuses_what_json_cannot_hold(tmp_path):
-    zero = Training(1, torch.float32, 0).zero
-    with pytest.raises(TypeError, match=r"extra\['a'\]\[1\] is a function"):
-        saved_state.save(zero, tmp_path, {"a": [1, toys.run]})
-    with pytest.raises(ValueError, match="keep is 0"):
-        saved_state.save(zero, tmp_path, keep=0)
-    assert not names(tmp_path)
-
-
 def test_json_holds_what_programs_keep():
     from collections import Counter
 

@@ -95,7 +95,9 @@ def refused(folder):
     saved_state.save(zero, folder / "good", {key: 1 for key in order})
     for step in (-1, "12", 1.5):
         found[step] = words_of(ValueError, saved_state.save, zero, folder, step=step)
-    found["keep"] = words_of(ValueError, saved_state.save, zero, folder, keep=2.5)
+    for keep in (0, 2.5):
+        found[f"keep {keep}"] = words_of(ValueError, saved_state.save, zero, folder, keep=keep)
+    found["code"] = words_of(TypeError, saved_state.save, zero, folder, {"a": [1, toys.run]})
     holds_itself = []
     holds_itself.append(holds_itself)
     found["deep"] = words_of(TypeError, saved_state.save, zero, folder, holds_itself)
@@ -110,7 +112,10 @@ def test_what_is_refused(found_by):
     for found in found_by(refused):
         assert found.pop("inside").startswith("leave gather_parameters() before you save")
         assert found.pop("extra").startswith("extra is not the same on rank 0 and on rank 1")
-        assert found.pop("keep") == "keep is 2.5: give a whole number; at least one checkpoint is kept"
+        for keep in (0, 2.5):
+            words = found.pop(f"keep {keep}")
+            assert words == f"keep is {keep}: give a whole number; at least one checkpoint is kept"
+        assert found.pop("code").startswith("extra['a'][1] is a function")
         assert found.pop("deep") == "extra holds itself, or is nested too deeply to be saved"
         assert found.pop("long").endswith("cannot be looked into (File name too long)")
         assert "is itself a checkpoint" in found.pop("itself")

@@ -37,9 +37,10 @@ def _encoded(value, place: str):
         return {"!": "tensor", "dtype": name_of(value.dtype), "shape": list(value.shape),
                 "bytes": base64.b64encode(bytes_of(value.detach().cpu())).decode()}
     if type(value) in (dict, collections.OrderedDict, collections.Counter):
-        if type(value) is not collections.Counter and _is_plain(value):
-            return {key: _encoded(one, f"{place}[{key!r}]") for key, one in value.items()}
         kind = "Counter" if type(value) is collections.Counter else "dict"
+        is_json = "!" not in value and all(isinstance(key, str) for key in value)
+        if kind == "dict" and is_json:
+            return {key: _encoded(one, f"{place}[{key!r}]") for key, one in value.items()}
         pairs = [[key, one] for key, one in value.items()]
         return {"!": kind, "items": _encoded(pairs, place)}
     raise TypeError(f"{place} is a {type(value).__name__}, which cannot be saved: give numbers, "
@@ -68,10 +69,6 @@ def decoded(value):
         made = {key: one for key, one in items}
         return collections.Counter(made) if kind == "Counter" else made
     raise ValueError(f"there is no {kind!r} in this format")
-
-
-def _is_plain(value: dict) -> bool:
-    return "!" not in value and all(isinstance(key, str) for key in value)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

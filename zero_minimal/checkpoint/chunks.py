@@ -17,6 +17,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -28,6 +30,11 @@ class Chunk:
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The view of a tensor that is this part of it."""
+        places = zip(self.offsets, self.sizes, strict=True)
+        return whole[tuple(slice(start, start + size) for start, size in places)]
 
 
 def chunks(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Chunk]:

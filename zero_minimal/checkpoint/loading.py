@@ -72,11 +72,6 @@ def read_alone(contents: Contents, wanted: list[LocalChunk]) -> None:
     reader.read_data(planner.create_local_plan(), planner)
 
 
-def extra_of(contents: Contents):
-    """What the program gave as `extra`."""
-    return as_json.decoded(contents.facts["extra"])
-
-
 # ----------------------------------------------------------------------------- the same model?
 
 
@@ -283,8 +278,7 @@ def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved
         return groups.get(param) if ours else before
 
     return {"kind": None} | saved | {
-        "parameters": {name: {"shape": list(param.shape), "dtype": as_json.name_of(param.dtype),
-                              "group": group_of(name, param)}
+        "parameters": {name: local_chunks.described(param, group=group_of(name, param))
                        for name, param in model.named_parameters()},
         "buffers": local_chunks.facts_of_buffers(model),
         "extra_states": local_chunks.extra_states(model),

@@ -18,6 +18,7 @@ from torch import nn
 
 from zero_minimal.checkpoint import as_json
 from zero_minimal.checkpoint.chunks import Chunk, Place, chunks
+from zero_minimal.checkpoint.sharded_state import in_no_bucket
 from zero_minimal.core.layout import Bucket
 
 
@@ -58,7 +59,7 @@ class Fetched:
         if self._chunks is None:
             if len(self.latest) == 2:
                 self.latest.popleft()._chunks = None
-            self._chunks = self.cut(self.bucket.away.fetch(self.name))
+            self._chunks = list(self.cut(self.bucket.away.fetch(self.name)))
             self.latest.append(self)
         return self._chunks
 
@@ -99,21 +100,6 @@ def holding_of(zero) -> Holding:
     return Holding(zero, group=zero.group, data_rank=zero.rank)
 
 
-def chunks_of_stretch(
-    kind: str, name: str, shape: tuple[int, ...], begin: int, stretch: torch.Tensor,
-    place: Place | None = None, bucket: Bucket | None = None,
-) -> Iterator[LocalChunk]:
-    """The chunks of a tensor of which this rank has `stretch`: flat, from element `begin` on."""
-    for chunk in chunks(shape, begin, begin + stretch.numel()):
-        own, stretch = stretch[: chunk.numel].view(chunk.sizes), stretch[chunk.numel :]
-        if place is None:
-            yield LocalChunk(f"{kind}/{name}", shape or (1,), chunk, own, bucket)
-            continue
-        for inside, whole in place.chunks(chunk):
-            rows = place.dim, inside.offsets[place.dim], inside.sizes[place.dim]
-            yield LocalChunk(f"{kind}/{name}", place.shape, whole, own.narrow(*rows), bucket)
-
-
 def chunks_of_whole(
     kind: str, name: str, tensor: torch.Tensor, place: Place | None = None
 ) -> Iterator[LocalChunk]:
@@ -121,11 +107,19 @@ def chunks_of_whole(
     if tensor.numel():
         tensor = tensor.detach() if tensor.ndim else tensor.detach().view(1)
         chunk = Chunk(tuple(0 for _ in tensor.shape), tuple(tensor.shape))
-        for inside, whole in place.chunks(chunk) if place else [(chunk, chunk)]:
-            own = tensor
-            for dim, (start, size) in enumerate(zip(inside.offsets, inside.sizes, strict=True)):
-                own = own.narrow(dim, start, size)
-            yield LocalChunk(f"{kind}/{name}", place.shape if place else chunk.sizes, whole, own)
+        yield from _placed(f"{kind}/{name}", chunk.sizes, chunk, tensor, place)
+
+
+def _placed(
+    name: str, shape: tuple[int, ...], chunk: Chunk, own: torch.Tensor, place: Place | None,
+    bucket: Bucket | None = None,
+) -> Iterator[LocalChunk]:
+    """A chunk `own`, in parts if the tensor is cut over a model-parallel group."""
+    if place is None:
+        yield LocalChunk(name, shape, chunk, own, bucket)
+    else:
+        for inside, whole in place.chunks(chunk):
+            yield LocalChunk(name, place.shape, whole, inside.of(own), bucket)
 
 
 def parameter_of(name: str) -> str:
@@ -144,11 +138,12 @@ def in_bucket(
         low = max(start, offset)
         high = min(start + held.numel(), offset + param.numel())
         if low < high:
-            name = holding.names[param]
-            yield from chunks_of_stretch(
-                kind, name, tuple(param.shape), low - offset, held[low - start : high - start],
-                holding.places.get(name), bucket if bucket.trained else None,
-            )
+            name, shape = holding.names[param], tuple(param.shape)
+            stretch = held[low - start : high - start]
+            for chunk in chunks(shape, low - offset, high - offset):
+                own, stretch = stretch[: chunk.numel].view(chunk.sizes), stretch[chunk.numel :]
+                yield from _placed(f"{kind}/{name}", shape or (1,), chunk, own,
+                                   holding.places.get(name), bucket if bucket.trained else None)
 
 
 def to_save(holding: Holding) -> list[LocalChunk]:
@@ -159,7 +154,7 @@ def to_save(holding: Holding) -> list[LocalChunk]:
         own = bucket.master.data if bucket.trained else bucket.parameter_shard
         tensors = {"model": own, **_of_elements(stage, bucket)}
         for kind, tensor in tensors.items():
-            cut = functools.partial(_cut, holding, bucket, kind)
+            cut = functools.partial(in_bucket, holding, bucket, kind)
             if bucket.away is not None:
                 name = kind.split("/")[1] if "/" in kind else None
                 fetched = Fetched(bucket, name, cut, latest)
@@ -169,16 +164,12 @@ def to_save(holding: Holding) -> list[LocalChunk]:
             if tensor.numel() == bucket.padded:  # stage 0 has all of it: each rank writes a part
                 tensor = bucket.shard(tensor, stage.rank)
             found += cut(tensor)
-    whole = [("model", name, param.data) for name, param in in_no_bucket(stage).items()]
+    whole = [("model", name, values) for name, values in in_no_bucket(stage).items()]
     whole += [("buffer", name, buffer.clone()) for name, buffer in persistent_buffers(stage.model)]
     for number, (kind, name, tensor) in enumerate(whole):
         if number % stage.world_size == stage.rank:  # alike on all ranks: they take turns
             found += chunks_of_whole(kind, name, tensor, holding.places.get(name))
     return [local for local in found if holding.saves(parameter_of(local.name))]
-
-
-def _cut(holding: Holding, bucket: Bucket, kind: str, held: torch.Tensor) -> list[LocalChunk]:
-    return list(in_bucket(holding, bucket, kind, held))
 
 
 def _of_elements(stage, bucket: Bucket) -> dict[str, torch.Tensor]:
@@ -192,12 +183,6 @@ def _state(stage, bucket: Bucket) -> dict:
     if bucket.away is not None:
         return bucket.away.state()
     return stage.optimizer.state.get(bucket.master, {}) if bucket.trained else {}
-
-
-def in_no_bucket(stage) -> dict[str, nn.Parameter]:
-    """Frozen parameters, by name, that every rank holds whole."""
-    packed = {param for bucket in stage.all_buckets for param in bucket.params}
-    return {name: param for name, param in stage.model.named_parameters() if param not in packed}
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -226,9 +211,9 @@ def facts_of(holding: Holding) -> dict:
     for bucket in stage.buckets:
         groups.update(dict.fromkeys(bucket.params, bucket.group_index))
     parameters = {
-        name: {"shape": list(holding.shape(param)), "dtype": as_json.name_of(param.dtype),
-               # of the optimizer; None: not trained, or there is nothing in it
-               "group": groups.get(param) if param.numel() else None}
+        # group: of the optimizer; None: not trained, or there is nothing in it
+        name: described(param, shape=list(holding.shape(param)),
+                        group=groups.get(param) if param.numel() else None)
         for param, name in holding.names.items()
     }
     return {
@@ -245,6 +230,11 @@ def facts_of(holding: Holding) -> dict:
     }
 
 
+def described(tensor: torch.Tensor, **more) -> dict:
+    """What the facts say of a tensor."""
+    return {"shape": list(tensor.shape), "dtype": as_json.name_of(tensor.dtype)} | more
+
+
 def second_names(model: nn.Module) -> dict[str, str]:
     """For parameters and buffers with two names: {the second: the first}."""
     first = {held: name for name, held in [*model.named_parameters(), *persistent_buffers(model)]}
@@ -253,8 +243,7 @@ def second_names(model: nn.Module) -> dict[str, str]:
 
 
 def facts_of_buffers(model: nn.Module) -> dict[str, dict]:
-    return {name: {"shape": list(buffer.shape), "dtype": as_json.name_of(buffer.dtype)}
-            for name, buffer in persistent_buffers(model)}
+    return {name: described(buffer) for name, buffer in persistent_buffers(model)}
 
 
 def extra_states(model: nn.Module) -> dict[str, object]:

@@ -17,16 +17,18 @@ This module is imported when a state is saved or loaded: DCP takes seconds to im
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import metadata, planner, storage
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.futures import Future
 
 from zero_minimal.checkpoint import as_json, state_folder
+from zero_minimal.checkpoint.chunks import Chunk
 from zero_minimal.checkpoint.local_chunks import LocalChunk
 from zero_minimal.checkpoint.state_folder import Contents
 from zero_minimal.core.layout import same_storage
@@ -81,7 +83,24 @@ class ChunkSaver(planner.SavePlanner):
         return local
 
 
-class Writer(storage.StorageWriter, AsyncStager):
+class EmptySteps:
+    """Steps of DCP's writers and readers in which ours do nothing."""
+
+    def _nothing(self, *args, **kwargs):
+        pass
+
+    def _unchanged(self, plans):
+        return plans
+
+    reset = set_up_storage_writer = set_up_storage_reader = _nothing
+    prepare_local_plan = prepare_global_plan = _unchanged
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id):
+        return True
+
+
+class Writer(EmptySteps, storage.StorageWriter, AsyncStager):
     """Writes each rank's chunks into its file, one after the other; rank 0 the contents, too.
 
     Args:
@@ -100,15 +119,6 @@ class Writer(storage.StorageWriter, AsyncStager):
     def __init__(self, folder: Path, facts: dict, keep: int):
         self.folder, self.facts, self.keep = folder, facts, keep
         self.own: Path | None = None  # on rank 0: where it is written
-
-    def reset(self, checkpoint_id=None):
-        pass
-
-    def set_up_storage_writer(self, is_coordinator, *args, **kwargs):
-        pass
-
-    def prepare_local_plan(self, plan):
-        return plan
 
     def prepare_global_plan(self, plans):  # on rank 0, which says where to write
         if self.facts["step"] is None:
@@ -147,10 +157,6 @@ class Writer(storage.StorageWriter, AsyncStager):
         # DCP sends this to all ranks
         metadata.planner_data = state_folder.publish(self.own, self.facts["step"], self.keep)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id):
-        return True
-
 
 def _side_by_side(items: list, planner: ChunkSaver) -> Iterator[tuple[list, torch.Tensor]]:
     """Items that are adjacent in memory, too, with all their elements, flat: to write them at once
@@ -175,22 +181,19 @@ def _follows(tensor: torch.Tensor, first: torch.Tensor, elements: int) -> bool:
     return is_next and tensor.dtype == first.dtype and same_storage(tensor, first)
 
 
-class ChunkLoader(planner.LoadPlanner):
+class ChunkLoader(DefaultLoadPlanner):
     """What to read for a rank's chunks: the saved ones that overlap with them."""
 
     def __init__(self, chunks: list[LocalChunk]):
-        self.chunks = {_index(local): local for local in chunks}
-        self.described = None
-
-    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
-        self.described = metadata.state_dict_metadata
+        super().__init__()
+        self.chunks = {metadata.MetadataIndex(local.name, local.chunk.offsets): local
+                       for local in chunks}
 
     def create_local_plan(self) -> planner.LoadPlan:
-        items = []
+        items, described = [], self.metadata.state_dict_metadata
         for index, local in self.chunks.items():
-            overlaps = create_read_items_for_chunk_list(
-                index.fqn, self.described[index.fqn], [_chunk(local)]
-            )
+            chunk = _dcp_chunk(local.chunk.offsets, local.chunk.sizes)
+            overlaps = create_read_items_for_chunk_list(index.fqn, described[index.fqn], [chunk])
             found = sum(item.lengths.numel() for item in overlaps)
             if found != local.chunk.numel:
                 raise ValueError(f"{index.fqn} is not whole in this checkpoint: of a chunk of "
@@ -198,28 +201,12 @@ class ChunkLoader(planner.LoadPlanner):
             items += overlaps
         return planner.LoadPlan(items)
 
-    def create_global_plan(self, global_plan):
-        return global_plan
-
-    def finish_plan(self, central_plan):
-        return central_plan
-
-    def load_bytes(self, read_item, value):
-        raise NotImplementedError("a checkpoint holds tensors, and JSON")
-
-    def resolve_tensor(self, read_item) -> torch.Tensor:
-        """Where an overlap is to go: a view of a chunk."""
-        tensor = self.chunks[read_item.dest_index].tensor
-        for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths,
-                                                strict=True)):
-            tensor = tensor.narrow(dim, start, size)
-        return tensor
-
-    def commit_tensor(self, read_item, tensor):
-        pass
+    def lookup_tensor(self, index: metadata.MetadataIndex) -> torch.Tensor:
+        """The chunk to which an overlap is to go."""
+        return self.chunks[index].tensor
 
 
-class Reader(storage.StorageReader):
+class Reader(EmptySteps, storage.StorageReader):
     """Reads the wanted rows of each chunk."""
 
     def __init__(self, contents: Contents):
@@ -229,27 +216,14 @@ class Reader(storage.StorageReader):
                 index = metadata.MetadataIndex(name, offsets)
                 self.chunks[index] = contents.folder / file, offset, sizes, tensor["dtype"]
 
-    def reset(self, checkpoint_id=None):
-        pass
-
     def read_metadata(self) -> metadata.Metadata:
         return metadata.Metadata({
             name: metadata.TensorStorageMetadata(
                 metadata.TensorProperties(as_json.dtype_of(tensor["dtype"])),
                 torch.Size(tensor["shape"]),
-                [metadata.ChunkStorageMetadata(torch.Size(chunk[0]), torch.Size(chunk[1]))
-                 for chunk in tensor["chunks"]],
+                [_dcp_chunk(offsets, sizes) for offsets, sizes, *_ in tensor["chunks"]],
             ) for name, tensor in self.contents.tensors.items()
         })
-
-    def set_up_storage_reader(self, metadata, is_coordinator, *args, **kwargs):
-        pass
-
-    def prepare_local_plan(self, plan):
-        return plan
-
-    def prepare_global_plan(self, plans):
-        return plans
 
     def read_data(self, plan, planner) -> Future:
         for item in plan.items:
@@ -259,10 +233,6 @@ class Reader(storage.StorageReader):
         done = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id):
-        return True
 
 
 def _read(file: Path, offset: int, sizes: list, dtype: torch.dtype, item) -> torch.Tensor:
@@ -275,16 +245,9 @@ def _read(file: Path, offset: int, sizes: list, dtype: torch.dtype, item) -> tor
         if stream.readinto(held) != len(held):
             raise state_folder.Damaged(f"{file} is truncated")
     part = torch.frombuffer(held, dtype=dtype).view(rows, *sizes[1:])
-    for dim in range(1, len(sizes)):
-        part = part.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
-    return part
+    return Chunk((0, *item.storage_offsets[1:]), item.lengths).of(part)
 
 
-def _index(local: LocalChunk) -> metadata.MetadataIndex:
-    return metadata.MetadataIndex(local.name, local.chunk.offsets)
-
-
-def _chunk(local: LocalChunk) -> metadata.ChunkStorageMetadata:
+def _dcp_chunk(offsets: Sequence[int], sizes: Sequence[int]) -> metadata.ChunkStorageMetadata:
     """What DCP calls a chunk."""
-    offsets, sizes = torch.Size(local.chunk.offsets), torch.Size(local.chunk.sizes)
-    return metadata.ChunkStorageMetadata(offsets, sizes)
+    return metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))

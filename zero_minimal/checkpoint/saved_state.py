@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from zero_minimal.checkpoint import loading, local_chunks, saving
+from zero_minimal.checkpoint import as_json, loading, local_chunks, saving
 from zero_minimal.checkpoint.saving import NotSaved, Saving
 from zero_minimal.checkpoint.sharded_state import fill_buffers
 from zero_minimal.checkpoint.state_folder import Damaged
@@ -100,7 +100,7 @@ def load(zero, folder: str | Path):
     zero.load_state_dict(state)
     loading.fill_extra_states(holding.stage.model, contents)
     loading.restore_random_state(contents.facts, holding.data_rank)
-    return loading.extra_of(contents)
+    return as_json.decoded(contents.facts["extra"])
 
 
 def any_in(zero, folder: str | Path) -> bool:
@@ -126,4 +126,4 @@ def load_plain(
     if optimizer is not None:
         optimizer.load_state_dict(state)
     loading.restore_random_state(contents.facts, 0)
-    return loading.extra_of(contents)
+    return as_json.decoded(contents.facts["extra"])

@@ -31,7 +31,8 @@ def state_dict(stage) -> dict:
     shards = [bucket.master.data if bucket.trained else bucket.parameter_shard
               for bucket in stage.all_buckets]
     return _facts(stage) | {
-        "shards": [shard.clone() if _is_part(shard) else shard for shard in shards],
+        "shards": [shard.clone() if shard.untyped_storage().nbytes() > shard.nbytes else shard
+                   for shard in shards],
         "optimizer": stage.optimizer.state_dict(),
     }
 
@@ -167,13 +168,13 @@ def _facts(stage) -> dict:
         "buckets": [(bucket.name, bucket.numel, bucket.padded) for bucket in stage.all_buckets],
         "parameters": _layout_of(stage),
         "optimizer_class": type(stage.optimizer).__name__,
-        "frozen": _frozen(stage),
+        "frozen": in_no_bucket(stage),
         "buffers": dict(stage.model.named_buffers()),
     }
 
 
-def _frozen(stage) -> dict:
-    """Parameters that no bucket holds."""
+def in_no_bucket(stage) -> dict[str, torch.Tensor]:
+    """The values of frozen parameters, by name, that every rank holds whole."""
     packed = {param for bucket in stage.all_buckets for param in bucket.params}
     named = stage.model.named_parameters()
     return {name: param.data for name, param in named if param not in packed}
@@ -185,11 +186,6 @@ def _layout_of(stage) -> list[tuple]:
     names = {param: name for name, param in stage.model.named_parameters()}
     return [(names[param], bucket.flat.offsets[param] - bucket.start)
             for bucket in stage.all_buckets for param in bucket.params]
-
-
-def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds more than this tensor."""
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _names(content) -> list[tuple]:

@@ -10,26 +10,15 @@ from dataclasses import replace
 
 import torch
 
-from zero_minimal.core.mesh import Mesh, divisors, make_mesh
+from zero_minimal.core.mesh import divisors, make_mesh
 from zero_minimal.meters.observer import MEMORY_STEPS, Observer
 from zero_minimal.paper import formulas
 from zero_minimal.processes import interrupts, ranks
 from zero_minimal.programs import deepspeed, report
-from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, end, read_flags
-from zero_minimal.programs.train import bar_over, own_loss
+from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, read_flags
+from zero_minimal.programs.train import add_common_flags, finish, losses_of
 from zero_minimal.workload import loop
-from zero_minimal.workload.settings import (
-    DTYPES,
-    Parser,
-    Settings,
-    add_device,
-    add_settings,
-    add_timeout,
-    output_file,
-    positive,
-    read_settings,
-    refuse_model,
-)
+from zero_minimal.workload.settings import DTYPES, Parser, Settings, positive, read_settings, refuse_model
 from zero_minimal.zero_100b import CONFIGS, System
 
 
@@ -44,7 +33,12 @@ def train(
     """
     mesh = make_mesh(model_parallel)
     batches = loop.training_batches(settings, mesh.data_rank)
-    system = build(name, settings, mesh, rank, system_class)
+    torch.manual_seed(settings.seed)  # the same model in each model-parallel group
+    system = system_class(
+        name, settings.model_config(), mesh, settings.batch, DTYPES[settings.dtype], rank.device,
+        settings.optimizer_class(), bucket_bytes=int(settings.bucket_mb * 2**20), **settings.optimizer_options(),
+    )
+    loop.seed_dropout(settings, mesh.data_rank)  # from now on each group has its own
     scaler = settings.loss_scaler(system.groups)
     checkpoints = Checkpoints(flags, system, batches, scaler, settings, rank)
     first = checkpoints.resume()
@@ -53,14 +47,12 @@ def train(
     left = replace(settings, steps=settings.steps - first)
     watch = Observer(system, rank, left)
     steps = loop.steps(system, batches, settings, scaler=scaler, observers=[watch], first=first)
-    losses = []
-    for step, parts in enumerate(bar := bar_over(steps, left, name, rank), first):
-        losses.append(sum(part.item() for part in parts))
-        bar.note(f"{own_loss(rank)} {losses[-1]:.3f}")
-        checkpoints.after(step)
+    losses = losses_of(steps, left.steps, name, rank, first, checkpoints.after)
     finished = checkpoints.finish()
     step_seconds = watch.step_seconds()
-    return describe_run(name, settings, model_parallel, rank) | {
+    return {
+        "name": name, "config": name, "ranks": rank.world_size, "model_parallel": model_parallel,
+        "backend": rank.backend, "device": rank.device.type, "dtype": settings.dtype,
         "parameters_of_rank": sum(param.numel() for param in system.model.parameters()),
         "losses": loop.mean_over_ranks(losses, rank),
         "step_seconds": step_seconds,
@@ -69,30 +61,6 @@ def train(
         | {"peak": watch.ledger.peak.total, "peak_by_category": watch.ledger.peak.bytes},
         "traffic": watch.sent(),
     } | finished | ({"resumed_after": first} if first else {})
-
-
-def build(name: str, settings: Settings, mesh: Mesh, rank: ranks.Rank, system_class: type = System) -> System:
-    """The system, with the same model in each model-parallel group; from now on each group has its own dropout."""
-    torch.manual_seed(settings.seed)
-    system = system_class(
-        name, settings.model_config(), mesh, settings.batch, DTYPES[settings.dtype], rank.device,
-        settings.optimizer_class(), bucket_bytes=int(settings.bucket_mb * 2**20), **settings.optimizer_options(),
-    )
-    loop.seed_dropout(settings, mesh.data_rank)
-    return system
-
-
-def describe_run(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) -> dict:
-    """What was run and where, for a report."""
-    return {
-        "name": name,
-        "config": name,
-        "ranks": rank.world_size,
-        "model_parallel": model_parallel,
-        "backend": rank.backend,
-        "device": rank.device.type,
-        "dtype": settings.dtype,
-    }
 
 
 def run(name: str, settings: Settings, world_size: int, model_parallel: int, device: str = "auto") -> dict:
@@ -186,12 +154,7 @@ def main(system_class: type) -> None:
     parser.add_argument("--config", default="C4", choices=tuple(CONFIGS), help="a row of Table 3 (default: C4)")
     parser.add_argument("--model-parallel", type=positive, default=2, metavar="M",
                         help="ranks that share one model (default: 2)")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
-    add_device(parser)
-    add_timeout(parser)
-    add_settings(parser, steps=60)
-    add_flags(parser)
-    deepspeed.add_flag(parser)
+    add_common_flags(parser, steps=60)
     flags = parser.parse_args()
     refuse_model(parser, flags)
     of_file = deepspeed.read_flag(parser, flags, None)
@@ -199,10 +162,4 @@ def main(system_class: type) -> None:
     check(parser, settings, int(os.environ.get("WORLD_SIZE", 1)), flags.model_parallel)
     with ranks.start(flags.device, timeout=flags.timeout) as rank:
         result = train(flags.config, settings, flags.model_parallel, rank, checkpoints, system_class)
-    if rank.rank == 0 and result is None:
-        print(f"all {settings.steps} steps were done before")
-    elif rank.rank == 0:
-        report.say(describe([result]))
-        if flags.json:
-            report.write_json(result, flags.json)
-    end(result)
+    finish(result, settings, rank, lambda result: describe([result]), flags.json)

@@ -46,6 +46,7 @@ class Wanted:
         self.notes: list[str] = []
         self.left_open: list[str] = []  # keys that are "auto" and have no flag
         self.flags: dict[str, Any] = {}
+        self.sections = {name.partition(".")[0] for name in found}
         for name, value in found.items():
             self._look_up(name, value, mesh)
         self.stage = self._value("zero_optimization.stage") or 0
@@ -162,7 +163,7 @@ class Wanted:
 
     def _optimizer(self) -> dict:
         """The optimizer's type in torch and its options; {} if the file has none."""
-        if not self._has("optimizer"):
+        if "optimizer" not in self.sections:
             return {}
         kind, lr = self._needed("optimizer.type", "an optimizer"), self._value("optimizer.params.lr")
         decoupled = kind.lower() == "adamw" or self._value("optimizer.params.adam_w_mode") is not False
@@ -173,7 +174,7 @@ class Wanted:
 
     def _scheduler(self) -> dict:
         """The scheduler's type and all parameters; {} keeps the program's own."""
-        if not self._has("scheduler"):
+        if "scheduler" not in self.sections:
             if self.optimizer:
                 self.notes.append("no scheduler: the learning rate stays as it is, as in DeepSpeed")
             return {"type": "constant"} if self.optimizer else {}
@@ -186,9 +187,6 @@ class Wanted:
         needed = {key: self._needed(f"scheduler.params.{key}", kind)
                   for key in spec.kwonlyargs if key not in spec.kwonlydefaults}
         return {"type": kind} | needed | self._options("scheduler.params", spec.kwonlydefaults)
-
-    def _has(self, section: str) -> bool:
-        return any(name.startswith(f"{section}.") for name in self.found)
 
     def _needed(self, name: str, whose: str) -> Any:
         """A key's value. Raises: ValueError if neither the file nor a flag has it."""

@@ -14,7 +14,6 @@ For a run with --model, also as a folder that transformers loads without zero_mi
 """
 
 import argparse
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -26,7 +25,7 @@ from safetensors.torch import save_file
 from zero_minimal.checkpoint import as_json, loading, local_chunks
 from zero_minimal.checkpoint.state_folder import Contents
 from zero_minimal.programs.progress import meanwhile
-from zero_minimal.programs.report import write_json
+from zero_minimal.programs.report import beside, write_json
 from zero_minimal.workload import tokens
 from zero_minimal.workload.foreign import BYTES
 from zero_minimal.workload.settings import Parser, output_file
@@ -60,15 +59,11 @@ def export(folder: Path, file: Path) -> Contents:
 def save(weights: dict[str, torch.Tensor], file: Path) -> None:
     """Write a file, which gets its name once it is complete, with the permissions of any new file (save_file would let
     only its owner read it). Raises: OSError, SafetensorError."""
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
+    with beside(file) as part:
         part.touch()
         mode = part.stat().st_mode
         save_file(weights, part, {"format": "pt"})  # transformers requires this entry
         part.chmod(mode)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------- for transformers

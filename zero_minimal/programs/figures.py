@@ -20,12 +20,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-from zero_minimal.pictures import style
 from zero_minimal.processes import interrupts
 from zero_minimal.programs import report
 from zero_minimal.workload.settings import Parser
@@ -93,38 +89,6 @@ def main(arguments: list[str] | None = None) -> None:
         for picture in Path(drawn).iterdir():
             shutil.copy(picture, folder)
     report.say(f"{file}, and what the page takes from it: {folder}")
-
-
-def program(lesson: str, measure: Callable[[], dict], pictures: Callable[[dict], dict[str, Figure]],
-            table: Callable[[dict], str]) -> Callable:
-    """Make the main(arguments=None) of a program that measures what a page's notebook does not.
-
-    Args:
-        lesson: its folder's name.
-        measure: returns figures that JSON can hold.
-        pictures: draws them; {name of the file: figure}.
-        table: describes them in words.
-    """
-
-    @interrupts.program
-    def main(arguments: list[str] | None = None) -> None:
-        parser = Parser(description=f"Measure the figures of the page of lesson {lesson[:2]}, and draw its pictures.")
-        parser.add_argument("folder", type=Path, help=f"the lesson's folder: lessons/{lesson}")
-        parser.add_argument("--draw", action="store_true", help="only draw, from the existing figures")
-        flags = parser.parse_args(arguments)
-        file = flags.folder / "measured.json"
-        if not flags.folder.is_dir():
-            parser.error(f"there is no folder {flags.folder}: name the lesson's, lessons/{lesson}")
-        if flags.draw and not file.exists():
-            parser.error(f"there is no {file} to draw from: leave --draw out, and it is measured")
-        if not flags.draw:
-            file.write_text(on_few_lines(measure()), encoding="utf-8")
-        measured = json.loads(file.read_text(encoding="utf-8"))
-        for name, picture in pictures(measured).items():
-            style.save(picture, flags.folder / name)
-        report.say(table(measured))
-
-    return main
 
 
 def on_few_lines(content: dict) -> str:

@@ -80,9 +80,8 @@ def renamed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def described(tensor: torch.Tensor) -> dict:
-    """The entries of local_chunks.facts_of(), and a checksum, which tells whether two names belong to one weight."""
-    return {"shape": list(tensor.shape), "dtype": as_json.name_of(tensor.dtype), "group": None,
-            "crc32": zlib.crc32(as_json.bytes_of(tensor))}
+    """What the facts say of a weight, and a checksum, which tells whether two names belong to one."""
+    return local_chunks.described(tensor, group=None, crc32=zlib.crc32(as_json.bytes_of(tensor)))
 
 
 def of_the_library(weights: dict[str, torch.Tensor], config: Path) -> dict[str, torch.Tensor]:
@@ -114,8 +113,8 @@ def take_over(path: Path, folder: Path, of_a_model: bool = False) -> dict[str, t
         extra["model"] = json.loads(config.read_text())
     else:
         weights = renamed(weights)
-    if not of_a_model and path.is_dir() and config.exists() and "n_head" in config.read_text():
-        extra["settings"] = {"heads": in_json(config, "n_head")}  # no weight's shape shows it
+        if path.is_dir() and config.exists() and "n_head" in config.read_text():
+            extra["settings"] = {"heads": in_json(config, "n_head")}  # no weight's shape shows it
     facts = {
         "step": 0, "extra": extra, "stage": None, "ranks": 0,
         "parameters": {name: described(tensor) for name, tensor in weights.items()},

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_minimal.core.mesh import Mesh, make_mesh
 from zero_minimal.processes import interrupts, ranks
 from zero_minimal.programs import report
-from zero_minimal.programs.train import bar_over, own_loss
+from zero_minimal.programs.train import losses_of
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload import loop, settings
 
@@ -57,8 +57,7 @@ def run(asked: settings.Settings, rank: ranks.Rank, mesh: Mesh, model: torch.nn.
 
     before = loop.evaluate(zero, validation, rank)
     name = f"D × M = {replicas} × {dist.get_world_size(mesh.model_group)}"
-    for parts in (bar := bar_over(loop.steps(zero, batches, asked), asked, name, rank)):
-        bar.note(f"{own_loss(rank)} {sum(part.item() for part in parts):.3f}")
+    losses_of(loop.steps(zero, batches, asked), asked.steps, name, rank)
     after = loop.evaluate(zero, validation, rank)
     if rank.rank == 0:
         parameters = sum(param.numel() for param in model.parameters())

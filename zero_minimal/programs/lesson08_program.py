@@ -65,20 +65,16 @@ class Plain:
     def __init__(self, model: GPT, settings: Settings, slab_elements: int):
         self.model, self.slab = model, None
         self.optimizer = torch.optim.AdamW(model.parameters(), **settings.optimizer_options())
-        self._make_state()
-        if slab_elements:
-            self.slab, self.gradient_slab = Slab(slab_elements), gradients_in_slab(model)
-            model.register_forward_pre_hook(lambda *_: self.slab.reset())  # each micro-batch has its own checkpoints
-        checkpoint_blocks(model, place=self.slab.keep if self.slab else None)
-
-    def _make_state(self) -> None:
-        """Make the optimizer state, by a step with a learning rate of 0."""
-        for param in self.model.parameters():
+        for param in model.parameters():  # make the optimizer state, by a step with a learning rate of 0
             param.grad = torch.zeros_like(param)
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0  # the loop sets it
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if slab_elements:
+            self.slab, self.gradient_slab = Slab(slab_elements), gradients_in_slab(model)
+            model.register_forward_pre_hook(lambda *_: self.slab.reset())  # each micro-batch has its own checkpoints
+        checkpoint_blocks(model, place=self.slab.keep if self.slab else None)
 
     def no_sync(self):
         return nullcontext()

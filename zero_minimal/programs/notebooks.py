@@ -43,14 +43,10 @@ def unanswered(source: str) -> str:
     for call in sorted(calls, key=lambda call: -call.lineno):
         if getattr(call.func, "attr", getattr(call.func, "id", "")) == "ask" and len(call.args) > 1:
             first, last = call.args[1], call.args[-1]
-            before = _bytes(lines[first.lineno - 1])[: first.col_offset].decode()
-            after = _bytes(lines[last.end_lineno - 1])[last.end_col_offset :].decode()
+            before = lines[first.lineno - 1].encode()[: first.col_offset].decode()  # ast counts columns in bytes
+            after = lines[last.end_lineno - 1].encode()[last.end_col_offset :].decode()
             lines[first.lineno - 1 : last.end_lineno] = [before + "..." + after]
     return "".join(lines)
-
-
-def _bytes(line: str) -> bytes:
-    return line.encode()  # ast counts columns in bytes
 
 
 def _link(words: str, target: str, folder: Path, links: str) -> str:

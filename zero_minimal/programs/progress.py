@@ -57,7 +57,7 @@ class Bar(tqdm):
         self.set_postfix_str(words, refresh=False)
 
 
-class Lines:
+class Lines(contextlib.AbstractContextManager):
     """The same as plain lines, for a pipe."""
 
     def __init__(self, steps: Iterable | None, name: str, total: int, unit: str):
@@ -71,9 +71,6 @@ class Lines:
             yield step
             self.update()
         self.close()
-
-    def __enter__(self) -> "Lines":
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

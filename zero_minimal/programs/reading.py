@@ -6,17 +6,21 @@ writes measured.json into that folder, and from it card.png and verdicts.png. Ve
 machine's load; the seconds do.
 """
 
+import json
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from zero_minimal.pictures import style
 from zero_minimal.pictures.claims import draw_card, draw_verdicts, valued
-from zero_minimal.processes import ranks
+from zero_minimal.processes import interrupts, ranks
 from zero_minimal.programs import figures, progress, report
 from zero_minimal.programs.claims.cards import CARDS, examine, words
 from zero_minimal.programs.lab import Lab
 from zero_minimal.programs.setting import Setting
+from zero_minimal.workload.settings import Parser
 
 RANKS = 2
 PAGE = Setting()
@@ -68,7 +72,25 @@ def table(measured: dict) -> str:
     return report.table(lines)
 
 
-main = figures.program("11_reading_critically", measure, pictures, table)
+@interrupts.program
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = Parser(description="Measure the figures of the page of lesson 11, and draw its pictures.")
+    parser.add_argument("folder", type=Path, help="the lesson's folder: lessons/11_reading_critically")
+    parser.add_argument("--draw", action="store_true", help="only draw, from the existing figures")
+    flags = parser.parse_args(arguments)
+    file = flags.folder / "measured.json"
+    if not flags.folder.is_dir():
+        parser.error(f"there is no folder {flags.folder}: name the lesson's, lessons/11_reading_critically")
+    if flags.draw and not file.exists():
+        parser.error(f"there is no {file} to draw from: leave --draw out, and it is measured")
+    if not flags.draw:
+        file.write_text(figures.on_few_lines(measure()), encoding="utf-8")
+    measured = json.loads(file.read_text(encoding="utf-8"))
+    for name, picture in pictures(measured).items():
+        style.save(picture, flags.folder / name)
+    report.say(table(measured))
+
 
 if __name__ == "__main__":
     main()

@@ -1,9 +1,10 @@
 """Report: a run's measurements, as tables for a reader and as JSON for a program."""
 
+import contextlib
 import json
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zero_minimal.paper import formulas
@@ -18,10 +19,18 @@ def write_json(content: dict, path: str | Path) -> None:
 
 
 def write(text: str, path: Path) -> None:
-    """Write a file atomically: a reader sees all of it, or the old one."""
+    """Write a file atomically."""
+    with beside(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A context that yields another name to write a file under; at its end the file gets its own name. So a reader sees
+    all of it, or the old one."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(text, encoding="utf-8")
+        yield part
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -42,7 +42,8 @@ WITHOUT_EFFECT = {"bucket_mb", "recompute"}  # settings that do not change the l
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the parser the four flags."""
     group = parser.add_argument_group("checkpoints")
-    group.add_argument("--save", type=_folder, metavar="DIR", help="regularly write a checkpoint to this folder")
+    group.add_argument("--save", type=lambda word: Path(_some(word)), metavar="DIR",
+                       help="regularly write a checkpoint to this folder")
     group.add_argument("--every", type=positive, metavar="K", help="steps between checkpoints (default: 100)")
     group.add_argument("--keep", type=positive, metavar="COUNT", help="how many of the newest to keep (default: 3)")
     group.add_argument("--resume", type=_some, metavar="DIR", help="resume the newest checkpoint in this folder; "
@@ -53,10 +54,6 @@ def _some(word: str) -> str:
     if not word:
         raise argparse.ArgumentTypeError("it names nothing: give a folder, or leave the flag out")
     return word
-
-
-def _folder(word: str) -> Path:
-    return Path(_some(word))
 
 
 def read_flags(parser: Parser, arguments: argparse.Namespace) -> Flags:
@@ -125,9 +122,9 @@ class Checkpoints:
                 warnings.simplefilter("always")
                 extra = saved_state.load(self.zero, folder)
         except ValueError as error:
-            interrupts.refuse(f"error: --resume {self.flags.resume}: {error}")
+            self._refuse(str(error))
         if not isinstance(extra, dict) or not extra.keys() >= KEPT:
-            interrupts.refuse(f"error: --resume {self.flags.resume}: this checkpoint was not written by --save")
+            self._refuse("this checkpoint was not written by --save")
         self._compare(extra.get("settings", {}), extra.get("model"), extra.get("world_size", self.rank.world_size))
         self.batches.skip(extra["batches"])
         if self.scaler and extra["scaler"]:
@@ -140,10 +137,9 @@ class Checkpoints:
         """End the program if settings make another model of the same shapes; name the other settings that differ."""
         now = dataclasses.asdict(self.settings)
         if other := trained.differ(model, self.settings):
-            interrupts.refuse(f"error: --resume {self.flags.resume}: this checkpoint is of another model: {other}")
-        if not self.settings.model and before.get("heads", self.settings.heads) != self.settings.heads:
-            interrupts.refuse(f"error: --resume {self.flags.resume}: this checkpoint is of a model with "
-                              f"{before['heads']} heads: give --heads {before['heads']}")
+            self._refuse(f"this checkpoint is of another model: {other}")
+        if not self.settings.model and (heads := before.get("heads", self.settings.heads)) != self.settings.heads:
+            self._refuse(f"this checkpoint is of a model with {heads} heads: give --heads {heads}")
         differ = [f"{name} was {before[name]!r} and is {now[name]!r}" for name in before
                   if name in now and name not in WITHOUT_EFFECT and before[name] != now[name]]
         if differ:
@@ -153,6 +149,9 @@ class Checkpoints:
             self._say(f"another number of ranks than before: {ranks}, and now {self.rank.world_size}. A step now "
                       f"learns from {each * self.rank.world_size} sequences, and not {each * ranks}: set --batch or "
                       "--accumulate for what you want")
+
+    def _refuse(self, why: str) -> None:
+        interrupts.refuse(f"error: --resume {self.flags.resume}: {why}")
 
     def after(self, step: int) -> None:
         """Call after each step, numbered from 0. Begins to save after every `every` steps, and after the last."""

@@ -57,10 +57,6 @@ def twins(track: Track) -> list[Track]:
     return [replace(twin, sent=int(share * 1.2 * whole.least_sent)) for share in SHARES]
 
 
-def budget_of(twin: Track) -> Budget:
-    return replace(twin.budget, options=dict(OPTIONS))
-
-
 # ------------------------------------------------------------------------------------------- where the submission runs
 
 
@@ -71,7 +67,8 @@ def simulated_runs(build: Callable, path: str, track: Track, big: bool = True) -
     around = functools.partial(system_watch.gathered_only, faults)
     with lines.followed():
         for twin in twins(track):
-            case = replace(twin.case(build=build, name="system"), budget=budget_of(twin))
+            budget = replace(twin.budget, options=dict(OPTIONS))
+            case = replace(twin.case(build=build, name="system"), budget=budget)
             report = simulate(case, around=around).report
             memory = report["memory"]
             found.append({"states": [memory[state] for state in STATES], "peak": memory["peak"],

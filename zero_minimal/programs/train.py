@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 2 zero_minimal/stage2.py --steps 100
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.observer import Observer, stage_in
@@ -56,12 +58,9 @@ def train(
     bus = BusMeter(zero) if away.cpu else None
     observers = [observer, bus] if bus else [observer]
 
-    losses, validation_losses = [], [loop.evaluate(zero, validation, rank)]
+    validation_losses = [loop.evaluate(zero, validation, rank)]
     steps = loop.steps(zero, batches, settings, scaler=scaler, observers=observers, first=first)
-    for step, parts in enumerate(bar := bar_over(steps, left, stage_class.__name__, rank), first):
-        losses.append(sum(part.item() for part in parts))
-        bar.note(f"{own_loss(rank)} {losses[-1]:.3f}")
-        checkpoints.after(step)
+    losses = losses_of(steps, left.steps, stage_class.__name__, rank, first, checkpoints.after)
     finished = checkpoints.finish()
     validation_losses.append(loop.evaluate(zero, validation, rank))
 
@@ -73,14 +72,18 @@ def train(
         {"resumed_after": first, "settings": asdict(settings)} if first else {})
 
 
-def bar_over(steps, settings: Settings, name: str, rank: ranks.Rank):
-    """A progress bar over the steps of a run, on rank 0."""
-    return progress.bar(steps, name=name, total=settings.steps, shown=rank.rank == 0)
-
-
-def own_loss(rank: ranks.Rank) -> str:
-    """A bar's name for a step's loss, this rank's own: a mean needs a collective, which the meters would count."""
-    return "loss" if rank.world_size == 1 else "rank 0's loss"
+def losses_of(steps: Iterable, total: int, name: str, rank: ranks.Rank, first: int = 0,
+              after: Callable[[int], None] = lambda step: None) -> list[float]:
+    """Train the `total` steps of loop.steps(…), call after(step) after each, return this rank's losses. Rank 0 has a
+    bar, with its own loss: a mean needs a collective, which the meters would count.
+    """
+    losses, whose = [], "loss" if rank.world_size == 1 else "rank 0's loss"
+    bar = progress.bar(steps, name=name, total=total, shown=rank.rank == 0)
+    for step, parts in enumerate(bar, first):
+        losses.append(sum(part.item() for part in parts))
+        bar.note(f"{whose} {losses[-1]:.3f}")
+        after(step)
+    return losses
 
 
 @interrupts.program
@@ -90,14 +93,9 @@ def main(stage_class) -> None:
         description=f"Train a GPT, or --model, with {stage_class.__name__}, by itself or under torchrun "
                     "--nproc-per-node N.",
     )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl if each rank has a GPU, else gloo")
-    add_device(parser)
-    add_timeout(parser)
-    add_settings(parser)
-    add_flags(parser)
+    add_common_flags(parser)
     offload_flags.add_flags(parser)
-    deepspeed.add_flag(parser)
     arguments = parser.parse_args()
     of_file = deepspeed.read_flag(parser, arguments, stage_class)
     settings, flags = of_file(read_settings(parser, arguments)), read_flags(parser, arguments)
@@ -105,10 +103,26 @@ def main(stage_class) -> None:
 
     with ranks.start(arguments.device, arguments.backend, arguments.timeout) as rank:
         result = train(stage_class, settings, rank, flags, away)
+    finish(result, settings, rank, report.describe, arguments.json)
+
+
+def add_common_flags(parser: Parser, **defaults) -> None:
+    """Give the parser the flags of every program that trains and reports. defaults: other ones of the settings."""
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
+    add_device(parser)
+    add_timeout(parser)
+    add_settings(parser, **defaults)
+    add_flags(parser)
+    deepspeed.add_flag(parser)
+
+
+def finish(result: dict | None, settings: Settings, rank: ranks.Rank, describe: Callable[[dict], str],
+           file: Path | None) -> None:
+    """The end of such a program, on all ranks: rank 0 prints its report, and writes it as JSON if there is a file."""
     if rank.rank == 0 and result is None:
-        print(f"all {settings.steps} steps were done before" + (", so there is no report" if arguments.json else ""))
+        print(f"all {settings.steps} steps were done before" + (", so there is no report" if file else ""))
     elif rank.rank == 0:
-        print(report.describe(result))
-        if arguments.json:
-            report.write_json(result, arguments.json)
+        report.say(describe(result))
+        if file:
+            report.write_json(result, file)
     end(result)
