@@ -15,6 +15,7 @@ It needs root, and `ip` and `tc` (the package iproute2).
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import ctypes
 import os
@@ -168,25 +169,16 @@ def _new_namespace() -> int:
 
 def _on_a_thread(function: Callable, path: str | None):
     """Call function() on a thread in the namespace at `path`, or, for None, in a new one; return its result."""
-    found: list = []
 
-    def visit():
-        try:
-            if path is None:
-                _call("unshare", NEW_NETWORK)
-            else:
-                _move(path)
-            found.extend([function(), None])
-        except BaseException as error:
-            found.extend([None, error])
+    def there():
+        if path is None:
+            _call("unshare", NEW_NETWORK)
+        else:
+            _move(path)
+        return function()
 
-    thread = threading.Thread(target=visit)
-    thread.start()
-    thread.join()
-    result, error = found
-    if error is not None:
-        raise error
-    return result
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(there).result()
 
 
 def _move(path: str) -> None:
