@@ -22,7 +22,7 @@ from zero_minimal.paper.shapes import VOCABULARY, parameter_count, shape_for
 from zero_minimal.pictures import style
 from zero_minimal.pictures.reproductions import draw_reproduction
 from zero_minimal.processes import interrupts
-from zero_minimal.programs import figure7_notes, progress, report, tables
+from zero_minimal.programs import progress, report, tables
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPTConfig
@@ -179,7 +179,7 @@ def figure7(sizes=tuple(published.FIGURE7), processes: int = 0, ranks: int = pub
     """Peaks of C1 to C5 at both sizes, allocated and cached, with the paper's bars. {"bars", "notes"}."""
     keys = [(size, config, ranks) for size in sizes for config in CONFIGS]
     bars = run_all(figure7_bar, keys, processes, "Figure 7")
-    return {"bars": bars, "notes": figure7_notes.of(bars)}
+    return {"bars": bars, "notes": tables.figure7_notes(bars)}
 
 
 def figure7_bar(key) -> dict:
