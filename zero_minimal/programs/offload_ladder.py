@@ -20,13 +20,12 @@ from zero_minimal.offload import LeavesAtOnce, Offloaded1, Offloaded2
 from zero_minimal.offloading.host_link import Bus
 from zero_minimal.offloading.host_process import Host
 from zero_minimal.offloading.offloaded_state import resident_bytes
+from zero_minimal.paper.formulas import STATES
 from zero_minimal.processes import ranks
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
-
-STATES = ("parameters", "gradients", "optimizer")
 
 
 def keep_gradients(bus: Bus) -> None:

@@ -20,10 +20,9 @@ def passes(content: dict, part: str, **wanted) -> list[dict]:
     "first" is that pass, and "before" its kind, None if there is none."""
     found = []
     for session in content["sessions"].values():
-        befores = ({"kind": None}, *session["passes"])
-        for number, (first, each) in enumerate(zip(befores, session["passes"], strict=False)):
+        for number, (first, each) in enumerate(pairwise(({"kind": None}, *session["passes"]))):
             row = session | each | {"number": number, "first": first, "before": first["kind"]}
-            if all(row[name] == value for name, value in ({"part": part} | wanted).items()):
+            if (wanted | {"part": part}).items() <= row.items():
                 found.append(row)
     return found
 
