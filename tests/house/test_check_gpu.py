@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import processes
 import pytest
 import torch
 
-from zero_minimal.meters import device_trace
+from zero_minimal.meters import device_trace, gpu
+from zero_minimal.offloading.pinned_link import Copy
 from zero_minimal.programs import check_gpu
 from zero_minimal.programs.gpu import agreement, copies, ledger_check
 from zero_minimal.programs.gpu.parts import PARTS, function_of
@@ -24,10 +26,8 @@ ONE_GPU = Place(gpus=1)
 
 @pytest.fixture(autouse=True)
 def environment_stays():
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):
@@ -128,21 +128,10 @@ def test_a_trace_of_the_profiler_can_be_kept(tmp_path):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-class Meter:
-    is_there = True
-
-    def synchronize(self):
-        pass
-
-    def seconds(self, start, end):
-        return end - start
-
-
-def test_copies_that_began_in_backward_are_counted():
-    from zero_minimal.offloading.pinned_link import Copy
-
+def test_copies_that_began_in_backward_are_counted(monkeypatch):
+    monkeypatch.setattr(gpu.StandIn, "is_there", True)
     seen = [Copy(True, 8, 1.0, 2.0), Copy(True, 8, 2.5, 4.0), Copy(False, 8, 5.0, 6.0)]
-    told = copies.by_events(seen, (0.0, 2.0), Meter())
+    told = copies.by_events(seen, (0.0, 2.0), gpu.StandIn())
     assert told == {"copies": 2, "in_backward": 1, "backward": 2.0, "leaving": 2.5, "returning": 1.0}
 
 

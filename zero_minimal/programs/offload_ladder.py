@@ -97,7 +97,9 @@ def stand_on(rung: Rung, settings: Settings) -> dict:
     """
     with ranks.start() as rank:
         load_libraries(settings, rank)
-        empty, empty_host = resident_bytes(), host_alone(rank.device)
+        empty, host_alone = resident_bytes(), Host(keep_gradients, 64, rank.device, None)  # which keeps nothing
+        _, empty_host = host_alone.ask("memory")
+        host_alone.end()
         zero = loop.build(rung.kind, settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
         observer = Observer(zero, rank, settings)
         bus = BusMeter(zero) if rung.host else None
@@ -127,14 +129,6 @@ def load_libraries(settings: Settings, rank: ranks.Rank) -> None:
         pass
     del zero
     gc.collect()
-
-
-def host_alone(device: torch.device) -> int | None:
-    """Resident bytes of a host process that keeps nothing."""
-    host = Host(keep_gradients, 64, device, None)
-    _, resident = host.ask("memory")
-    host.end()
-    return resident
 
 
 def what_is_kept(zero, kept: int) -> dict[str, int]:

@@ -33,12 +33,7 @@ class Peer:
 
     sharded = False  # whether a rank holds only a shard of the gradients
     group = None  # all ranks
-    communicates = True
     gradient_scale = None  # the update's factor for gradients, if any
-
-    @staticmethod
-    def prepare(device: torch.device) -> None:
-        """Import what takes time or memory that is not the model's. To be called before the model is built."""
 
     def no_sync(self):
         """A context for the micro-batches before the last."""
@@ -112,7 +107,7 @@ class ZeroRedundancy(DDP):
 
     @staticmethod
     def prepare(device: torch.device) -> None:
-        """Import it."""
+        """Import it, before the model is built: that takes time, and memory that is not the model's."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # its module runs torch.jit.script, which is deprecated
             import torch.distributed.optim  # noqa: F401
