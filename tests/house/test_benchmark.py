@@ -23,6 +23,10 @@ FSDP2_RUNS = hasattr(torch.cpu.Stream, "record_event")  # not on the CPU with to
 RUN = ["DDP", "stage 3", "ZeroRedundancy", *(["FSDP2 kept", "FSDP2"] if FSDP2_RUNS else []), "floor"]
 TINY = ["--model", "1x32", "--sequence", "16", "--batch", "2", "--steps", "2", "--warm-up", "1", "--repeats", "2"]
 
+WATCHED = {"parameters": 1, "theory_stage": 1, "device": "cpu", "backend": "gloo", "traffic": {"sent_bytes": 5},
+           "memory": {"peak": 7}}  # what a rank reports, made up
+TIMED = {"seconds": [0.1], "losses": [1.0], "wire_bytes": None, "resident_bytes": None, "machine_seconds": None}
+
 
 # ------------------------------------------------------------------------------------------------------------ the runs
 
@@ -259,10 +263,7 @@ def test_one_size_of_buckets_for_all(tmp_path, monkeypatch):
 
     def pretend(function, world_size, contender, settings, *args, timeout, device, bucket_bytes=None, **options):
         given.append((contender, function, bucket_bytes))
-        losses = [1.0] * settings.steps
-        return [{"seconds": [0.1], "losses": losses, "wire_bytes": None, "resident_bytes": None,
-                 "machine_seconds": None, "parameters": 1, "theory_stage": 1, "device": "cpu", "backend": "gloo",
-                 "traffic": {"sent_bytes": 5}, "memory": {"peak": 7}}] * world_size
+        return [WATCHED | TIMED | {"losses": [1.0] * settings.steps}] * world_size
 
     monkeypatch.setattr(ranks, "run", pretend)
     for flags, size in ([], None), (["--bucket-mb", "25"], 25):
@@ -321,13 +322,8 @@ def test_wrong_flags_are_refused_before_anything_starts(flags, monkeypatch, caps
 
 def made_up_row(name: str, point: scaling.Point) -> dict:
     """A row as the benchmark writes it; its figures mean nothing."""
-    seconds = [0.2, 0.1, 0.3]
-    settings = point.settings
-    watched = [{"theory_stage": 1, "device": "cpu", "backend": "gloo",
-                "traffic": {"sent_bytes": 5}, "memory": {"peak": 7}}]  # fmt: skip
-    timed = [[{"wire_bytes": None, "resident_bytes": None, "machine_seconds": None, "losses": [1.0]}]] * 3
-    millions = settings.layers * settings.hidden**2
-    return bench.row(point, name, millions, watched, timed, {name: seconds, "DDP": [0.2, 0.2, 0.2]})
+    elements = point.settings.layers * point.settings.hidden**2
+    return bench.row(point, name, elements, [WATCHED], [[TIMED]] * 3, {name: [0.2, 0.1, 0.3], "DDP": [0.2, 0.2, 0.2]})
 
 
 @pytest.mark.parametrize("sweeps", [[], ["ranks", "size", "sequence"]], ids=["models", "sweeps"])

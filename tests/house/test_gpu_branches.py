@@ -25,8 +25,10 @@ from zero_minimal.meters import timing
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
 from zero_minimal.offloading import host, offloaded_state
 from zero_minimal.offloading.host_link import BUFFERS, Queues
+from zero_minimal.offloading.host_process import Host, HostError
 from zero_minimal.offloading.pinned_link import PinnedBus
 from zero_minimal.processes import joining, ranks
+from zero_minimal.programs.gpu import agreement
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
@@ -34,16 +36,8 @@ from zero_minimal.zero_100b import System
 
 SETTINGS = Settings(layers=2, hidden=32, heads=2, sequence=8, batch=2, steps=2, dtype="bf16", bucket_mb=0.02)
 WAYS = {  # name: stage, what its checkpoints are told, settings
-    "stage 0": (STAGES[0], None, {}),
-    "stage 1": (STAGES[1], None, {}),
-    "stage 2": (STAGES[2], None, {}),
-    "stage 3": (STAGES[3], None, {}),
-    "stage 3, checkpoints": (STAGES[3], {}, {}),
+    **{name: (*way, {}) for name, way in (agreement.WAYS | agreement.AWAY).items()},  # those of check-gpu
     "stage 3, torch's checkpoints": (STAGES[3], None, {"recompute": True}),
-    "stage 3, checkpoints on the host": (STAGES[3], {"to_host": True}, {}),
-    "stage 1, offloaded": (Offloaded1, None, {}),
-    "stage 2, offloaded": (Offloaded2, None, {}),
-    "stage 3, offloaded": (Offloaded3, None, {}),
     "stage 1, offloaded, 2 micro-batches": (Offloaded1, None, {"accumulate": 2}),
     "stage 3, offloaded, 2 micro-batches": (Offloaded3, None, {"accumulate": 2}),
     "stage 2, offloaded, fp32, clipped": (Offloaded2, None, {"dtype": "fp32", "clip": 0.5}),
@@ -100,13 +94,18 @@ def test_a_lazy_gpu_gives_the_bits_of_a_cpu(world_size, which):
 # ------------------------------------------------------------------------ the bus, if one of its promises is broken
 
 
-def through_the_bus(tensors=8, change=True):
-    """What the rank gets back of tensors that it sends, changes at once, and that the host doubles."""
+@contextlib.contextmanager
+def two_ends():
+    """The rank's end of a bus, and the host's."""
+    ours, theirs = Queues.pair()
     with lazy_gpu.here():
-        ours, theirs = Queues.pair()
         memory = torch.zeros(2, BUFFERS, 64, dtype=torch.uint8, pin_memory=True)
-        here, there = PinnedBus(ours, memory, 0, lazy_gpu.GPU), PinnedBus(theirs, memory, 1, lazy_gpu.GPU)
+        yield PinnedBus(ours, memory, 0, lazy_gpu.GPU), PinnedBus(theirs, memory, 1, lazy_gpu.GPU)
 
+
+def through_the_bus(tensors=8):
+    """What the rank gets back of tensors that it sends, changes at once, and that the host doubles."""
+    with two_ends() as (here, there):
         def serve():
             kept = []
             for _ in range(tensors):
@@ -152,10 +151,7 @@ def test_each_promise_is_needed(broken):
 
 
 def test_a_buffer_is_not_filled_while_the_gpu_reads_it():
-    with lazy_gpu.here():
-        ours, theirs = Queues.pair()
-        memory = torch.zeros(2, BUFFERS, 64, dtype=torch.uint8, pin_memory=True)
-        here, there = PinnedBus(ours, memory, 0, lazy_gpu.GPU), PinnedBus(theirs, memory, 1, lazy_gpu.GPU)
+    with two_ends() as (here, there):
         there.send((), torch.ones(16))
         with mock.patch.object(lazy_gpu.Stream, "wait_event", lambda stream, event: None):  # the GPU has not come to it
             parcel = here.receive()
@@ -167,10 +163,7 @@ def test_a_buffer_is_not_filled_while_the_gpu_reads_it():
 
 
 def test_words_of_a_thread_are_its_own():
-    ours, theirs = Queues.pair()
-    with lazy_gpu.here():
-        memory = torch.zeros(2, BUFFERS, 64, dtype=torch.uint8, pin_memory=True)
-        here, there = PinnedBus(ours, memory, 0, lazy_gpu.GPU), PinnedBus(theirs, memory, 1, lazy_gpu.GPU)
+    with two_ends() as (here, there):
         count = torch.tensor(3.0)
         here.send(("put", {"step": count}))
         there.receive().words[1]["step"].add_(1)
@@ -178,8 +171,7 @@ def test_words_of_a_thread_are_its_own():
 
 
 def test_who_asks_hears_of_each_copy():
-    with lazy_gpu.here():
-        here = PinnedBus(mock.Mock(), torch.zeros(2, BUFFERS, 64, dtype=torch.uint8, pin_memory=True), 0, lazy_gpu.GPU)
+    with two_ends() as (here, _):
         here.copies = []
         here.send((), torch.ones(16, device="cuda"))
         [one] = here.copies
@@ -332,14 +324,10 @@ def test_a_slab_on_a_gpu():
 
 def test_a_host_that_is_a_thread_takes_no_speed():
     with lazy_gpu.here(), pytest.raises(ValueError, match="leave bus= out"):
-        from zero_minimal.offloading.host_process import Host
-
         Host(lambda bus: None, 64, lazy_gpu.GPU, 1e9)
 
 
 def test_an_error_of_the_host_thread_reaches_the_rank():
-    from zero_minimal.offloading.host_process import Host, HostError
-
     def serve(bus):
         bus.receive()
         raise KeyError("on the host")

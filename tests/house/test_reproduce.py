@@ -10,7 +10,7 @@ from zero_minimal.paper import formulas, published
 from zero_minimal.paper.quantities import count
 from zero_minimal.pictures import style
 from zero_minimal.pictures.reproductions import draw_reproduction
-from zero_minimal.programs import figure7_notes, reproduce, tables
+from zero_minimal.programs import reproduce, tables
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_what_figure_7_rules_out_is_ruled_out():
     small, large = (published.FIGURE7[name][0] for name in ("40B", "100B"))
     bars = published.FIGURE7["40B"][1]
     assert large.batch * large.heads > small.batch * small.heads, "scores are larger where the bars agree"
-    whole, cut = figure7_notes.checkpoints_of("40B")
+    whole, cut = tables.checkpoints_of("40B")
     assert (whole - cut) / 1e9 == pytest.approx(12.58, abs=0.01)
     for without, with_cut in (("C1", "C2"), ("C3", "C4")):
         assert bars[without] - bars[with_cut] < (whole - cut) / 2e9, "less than half of it off the paper's bars"

@@ -198,7 +198,7 @@ def describe(rows: list[dict]) -> str:
     for row in rows:
         times.append([row["name"], f"{row['step_seconds'] * 1000:.1f}", *spread_cells(row["ratios"][REFERENCE]),
                       *([two_nodes.alone(row, reference)] if alone else [])])
-        sizes.append([row["name"], *(megabytes(row[field]) for field in (
+        sizes.append([row["name"], *(report.megabytes(row[field], 1) for field in (
             "wire_bytes_per_step", "sent_bytes_per_step", "theory_bytes_per_step", "peak_ledger_bytes",
             "peak_resident_bytes",
         ))])
@@ -231,11 +231,6 @@ def spread_cells(ratio: dict[str, float]) -> list[str]:
     """Median, minimum, quartiles and maximum of a ratio, for a table."""
     quartiles = f"{ratio['lower_quartile']:.3f} – {ratio['upper_quartile']:.3f}"
     return [f"{ratio['median']:.3f}", f"{ratio['min']:.3f}", quartiles, f"{ratio['max']:.3f}"]
-
-
-def megabytes(count: float | None) -> str:
-    """Bytes as MB, with one decimal."""
-    return "?" if count is None else f"{count / 1e6:,.1f}"
 
 
 # ------------------------------------------------------------------------------------------------------------ command

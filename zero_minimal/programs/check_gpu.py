@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,48 +21,42 @@ import torch
 from zero_minimal.paper.quantities import plural
 from zero_minimal.programs import progress, report
 from zero_minimal.programs.gpu.parts import PARTS
+from zero_minimal.programs.gpu.place import Place
 from zero_minimal.workload.settings import Parser, output_file, picture_file
 
 ALL = 8 * 60.0  # seconds
 AT_LEAST = 15.0  # the least in which a part can finish
 NO_GPU = "no GPU here, so there is nothing to check: --dry runs the same parts on the CPU, small, to try the command"
 OK, OFF, FAILED, SKIPPED = "ok", "off", "failed", "skipped"
+MARKS = {True: "ok ", False: "OFF", None: " – "}  # of a check
 
 
-@dataclass(frozen=True)
-class Here:
-    """What the parts are told: the number of GPUs, whether to run without them, and where to save a trace."""
-
-    gpus: int
-    dry: bool
-    trace: str | None
-
-
-def run_parts(names: list[str], here: Here, seconds: float = ALL) -> list[dict]:
+def run_parts(names: list[str], place: Place) -> list[dict]:
     """The rows of the table: {"part", "title", "status", "why", "seconds"} and the part's results."""
-    until, rows = time.monotonic() + seconds, []
+    until, rows = time.monotonic() + ALL, []
     for number, name in enumerate(names, 1):
         progress.announce(f"check-gpu: {number} of {len(names)}, {PARTS[name].title} …")
         began = time.monotonic()
-        row = {"part": name, "title": PARTS[name].title, **run_part(name, here, until - began)}
+        row = {"part": name, "title": PARTS[name].title, **run_part(name, place, until - began)}
         rows.append(row | {"seconds": round(time.monotonic() - began, 1)})
     progress.take_back()
     return rows
 
 
-def run_part(name: str, here: Here, left: float) -> dict:
-    """Run one part in its own process."""
+def run_part(name: str, place: Place, left: float) -> dict:
+    """Run one part in its own process. place.trace: for the part with messages, if there are several GPUs."""
     part = PARTS[name]
-    if not here.dry and here.gpus < part.gpus:
-        return {"status": SKIPPED, "why": f"needs {part.gpus} GPUs, and {plural(here.gpus, 'GPU')} is here"}
+    if not place.dry and place.gpus < part.gpus:
+        return {"status": SKIPPED, "why": f"needs {part.gpus} GPUs, and {plural(place.gpus, 'GPU')} is here"}
     if left < AT_LEAST:
         return {"status": SKIPPED, "why": f"{ALL / 60:.0f} minutes are over"}
     limit = min(part.limit, left)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         command = [sys.executable, "-m", "zero_minimal.programs.gpu.parts", name, "--json", str(file),
-                   "--gpus", str(here.gpus), "--limit", str(limit)]
-        command += ["--dry"] * here.dry + (["--trace", here.trace] if here.trace and traced(here) == name else [])
+                   "--gpus", str(place.gpus), "--limit", str(limit), *["--dry"] * place.dry]
+        if place.trace and name == ("overlap" if place.gpus > 1 else "offload"):
+            command += ["--trace", place.trace]
         end, said = process(command, limit + 2)  # ranks that hang first report their stacks
         if end is None:
             return {"status": FAILED, "why": f"not done after {limit:.0f} s", "output": said[-4000:]}
@@ -72,11 +65,6 @@ def run_part(name: str, here: Here, left: float) -> dict:
         found = json.loads(file.read_text(encoding="utf-8"))
     off = [check["what"] for check in found["checks"] if check["ok"] is False]
     return {"status": OFF if off else OK, "why": "; ".join(off), **found}
-
-
-def traced(here: Here) -> str:
-    """The part whose trace --trace saves: the one with messages, if there are several GPUs."""
-    return "overlap" if here.gpus > 1 else "offload"
 
 
 def process(command: list[str], limit: float) -> tuple[int | None, str]:
@@ -113,18 +101,13 @@ def describe(rows: list[dict]) -> str:
     for row in rows:
         why = f": {row['why']}" if row["why"] and row["status"] in (FAILED, SKIPPED) else ""
         lines += ["", f"{row['title']} ({row['part']}, {row['seconds']:.0f} s): {row['status']}{why}"]
-        lines += [f"  {mark(check['ok'])} {check['what']}: {check['measured']} (wanted: {check['wanted']})"
+        lines += [f"  {MARKS[check['ok']]} {check['what']}: {check['measured']} (wanted: {check['wanted']})"
                   for check in row.get("checks", ())]
         if row["part"] == "throughput" and "rows" in row:
             lines += ["", speeds(row)]
     counts = {status: sum(row["status"] == status for row in rows) for status in (OK, OFF, FAILED, SKIPPED)}
     lines += ["", ", ".join(f"{count} {status}" for status, count in counts.items() if count)]
     return "\n".join(lines)
-
-
-def mark(ok: bool | None) -> str:
-    """The mark of a check."""
-    return {True: "ok ", False: "OFF", None: " – "}[ok]
 
 
 def speeds(row: dict) -> str:
@@ -143,11 +126,9 @@ def draw(rows: list[dict], path: str) -> str | None:
     try:
         from zero_minimal.pictures import style
         from zero_minimal.pictures.gpu_report import draw_gpu
-    except ImportError as error:
-        return f"no picture: {error}"
-    try:
+
         style.save(draw_gpu(rows), path)
-    except Exception as error:  # a failed picture must not lose the figures
+    except Exception as error:  # a failed picture, or no matplotlib, must not lose the figures
         return f"no picture: {type(error).__name__}: {error}"
     return None
 
@@ -172,11 +153,11 @@ def main(arguments: list[str]) -> str | int | None:
     gpus = torch.cuda.device_count()
     if not gpus and not flags.dry:
         return NO_GPU
-    here = Here(0 if flags.dry else gpus, flags.dry, flags.trace and str(flags.trace.absolute()))
-    rows = run_parts(names, here)
+    place = Place(0 if flags.dry else gpus, flags.dry, str(flags.trace.absolute()) if flags.trace else "")
+    rows = run_parts(names, place)
     report.say(describe(rows))
     if flags.json:
-        report.write_json({"dry": flags.dry, "gpus": here.gpus, "parts": rows}, flags.json)
+        report.write_json({"dry": flags.dry, "gpus": place.gpus, "parts": rows}, flags.json)
     if flags.plot and (why := draw(rows, flags.plot)):
         print(why, file=sys.stderr)
     return 1 if any(row["status"] in (OFF, FAILED) for row in rows) else None

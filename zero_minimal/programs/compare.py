@@ -17,6 +17,7 @@ from zero_minimal.processes import ranks
 from zero_minimal.programs import offload_flags, peers, progress, report, trained
 from zero_minimal.programs.offload_flags import NOTHING, Offload
 from zero_minimal.programs.registry import STAGES
+from zero_minimal.programs.report import megabytes
 from zero_minimal.programs.train import train
 from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.settings import (
@@ -34,23 +35,22 @@ from zero_minimal.workload.settings import (
 PEERS = (peers.DDP, peers.FSDP2)
 
 
-def run(stage_class: type, settings: Settings, world_size: int, device: str = "auto", timeout: float = 3600,
-        away: Offload = NOTHING) -> dict:
+def run(stage_class: type, settings: Settings, world_size: int, device: str = "auto", away: Offload = NOTHING) -> dict:
     """Train with one class in `world_size` fresh ranks; return rank 0's report. Raises what ranks.run raises."""
 
     def on_each_rank():
         with ranks.start() as rank:
             return train(stage_class, settings, rank, away=away)
 
-    return ranks.run(on_each_rank, world_size, device=device, timeout=timeout)[0]
+    return ranks.run(on_each_rank, world_size, device=device, timeout=3600)[0]
 
 
-def run_all(settings: Settings, world_size: int, device: str = "auto", timeout: float = 3600) -> list[dict]:
+def run_all(settings: Settings, world_size: int, device: str = "auto") -> list[dict]:
     """The reports of all stages, then of the peers; a peer that cannot run here is left out, with the reason."""
-    rows = [run(stage_class, settings, world_size, device, timeout) for stage_class in STAGES]
+    rows = [run(stage_class, settings, world_size, device) for stage_class in STAGES]
     for peer in PEERS:
         try:
-            rows.append(run(peer, settings, world_size, device, timeout))
+            rows.append(run(peer, settings, world_size, device))
         except ranks.RankError as error:
             print(f"{peer.__name__} does not run here:\n{error}", file=sys.stderr)
     return rows
@@ -60,7 +60,7 @@ def run_offloaded(settings: Settings, world_size: int, away: Offload, device: st
     """The reports of stages 0 to 3, then of 1 to 3 offloaded."""
     work = [*((stage, NOTHING) for stage in STAGES), *((stage, away) for stage in STAGES[1:])]
     bar = progress.bar(work, name="compare", total=len(work), unit="run")
-    return [run(stage_class, settings, world_size, device, away=where) for stage_class, where in bar]
+    return [run(stage_class, settings, world_size, device, where) for stage_class, where in bar]
 
 
 def describe(rows: list[dict]) -> str:
@@ -78,10 +78,10 @@ def describe(rows: list[dict]) -> str:
         memory, theory, traffic = row["memory"], row["theory"], row["traffic"]
         states = [f"{megabytes(memory[state])} ({megabytes(theory[state])})" for state in theory]
         held.append([row["name"], *states, megabytes(memory["peak"])])
-        wire = "?" if traffic["wire_bytes"] is None else megabytes(traffic["wire_bytes"])
         done.append([
-            row["name"], f"{megabytes(traffic['sent_bytes'])} ({megabytes(traffic['theory_bytes'])})", wire,
-            f"{row['step_seconds'] * 1000:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['losses'][-1]:.6f}",
+            row["name"], f"{megabytes(traffic['sent_bytes'])} ({megabytes(traffic['theory_bytes'])})",
+            megabytes(traffic["wire_bytes"]), f"{row['step_seconds'] * 1000:.1f}", f"{row['tokens_per_second']:,.0f}",
+            f"{row['losses'][-1]:.6f}",
         ])
     return "\n".join((head, "", report.table(held), "", report.table(done), "", agreement(rows)))
 
@@ -97,11 +97,6 @@ def agreement(rows: list[dict]) -> str:
             furthest = max(abs(loss - reference) / reference for loss, reference in pairs)
             lines.append(f"{row['name']}: within {furthest:.1g} of {first['name']}'s")
     return "\n".join(lines)
-
-
-def megabytes(count: float) -> str:
-    """Bytes as MB, with enough digits to distinguish small models."""
-    return f"{count / 1e6:,.2f}"
 
 
 # ------------------------------------------------------------------------------------------------------- with --offload

@@ -189,13 +189,15 @@ class Lab:
                 "bf16"), bucket_mb, accumulate, recompute, lr.
         Raises: ValueError if this cannot be trained.
         """
-        stage = arguments.stage if arguments else stage
-        alone = self._is_alone(ranks)
-        settings = self._settings(options)
-        rank = replace(self.rank, rank=0, world_size=1) if alone else self.rank
-        kind, given = self._kind(stage, offload), {}
-        if alone:
-            given["group"] = self._group_of_one()
+        if ranks not in (None, 1, self.ranks):
+            raise ValueError(f"train() runs on 1 rank or on all {self.ranks}, not on {ranks}: simulate() has others")
+        of_setting = {name: getattr(self, name) for name in ("seed", "layers", "hidden", "heads", "sequence", "batch",
+                                                             "steps")}
+        settings = Settings(**{"bucket_mb": BUCKET_MB, "lr": LR, **of_setting, **options})
+        kind, rank, given = self._kind(arguments.stage if arguments else stage, offload), self.rank, {}
+        if ranks == 1 < self.ranks:
+            self._alone = self._alone or dist.new_subgroups(1)[0]
+            rank, given = replace(rank, rank=0, world_size=1), {"group": self._alone}
         if model is None:
             zero = loop.build(kind, settings, rank, **given)
         else:
@@ -206,16 +208,6 @@ class Lab:
                     configured=arguments.configured if arguments else None)
         return run
 
-    def _is_alone(self, ranks: int | None) -> bool:
-        if ranks not in (None, 1, self.ranks):
-            raise ValueError(f"train() runs on 1 rank or on all {self.ranks}, not on {ranks}: simulate() has others")
-        return ranks == 1 < self.ranks
-
-    def _settings(self, options: dict) -> Settings:
-        of_setting = {name: getattr(self, name) for name in ("seed", "layers", "hidden", "heads", "sequence", "batch",
-                                                             "steps")}
-        return Settings(**{"bucket_mb": BUCKET_MB, "lr": LR, **of_setting, **options})
-
     def _kind(self, stage: int | str, offload: bool):
         if isinstance(stage, str):
             if stage not in CONTENDERS or offload:
@@ -225,11 +217,6 @@ class Lab:
         if stage not in range(len(STAGES)) or offload and not stage:
             raise ValueError(f"stage must be 0, 1, 2 or 3, and with offload 1, 2 or 3; not {stage!r}")
         return Offload(offload).class_of(STAGES[stage])
-
-    def _group_of_one(self):
-        if self._alone is None:
-            self._alone, _ = dist.new_subgroups(1)
-        return self._alone
 
     def _measured(self, zero, rank: Rank, settings: Settings) -> Run:
         observer, account, events = Observer(zero, rank, settings), _Account(), Events(modules=True)
@@ -242,13 +229,14 @@ class Lab:
         highest = max(observer.ledger.timeline, key=on_device)
         self.peak = max(self.peak, on_device(highest))
         with zero.gather_parameters() if hasattr(zero, "gather_parameters") else contextlib.nullcontext():
-            model = None if hasattr(zero, "theory_stage") else plain_copy(zero.model)
+            model = None if hasattr(zero, "theory_stage") else copy.deepcopy(zero.model)
         return Run(
             name=found["name"], stage=found["theory_stage"], ranks=rank.world_size, dtype=settings.dtype,
             batch=settings.batch * settings.accumulate, seed=settings.seed, parameters=found["parameters"],
             memory={name: found["memory"][name] for name in ("parameters", "gradients", "optimizer")},
-            peak=self.peak, at_peak=without_other(highest), collectives=found["traffic"]["collectives"],
-            sent=found["traffic"]["sent_bytes"], when=by_phase(events.events),
+            peak=self.peak, at_peak={name: size for name, size in highest.bytes.items() if name != "other"},
+            collectives=found["traffic"]["collectives"], sent=found["traffic"]["sent_bytes"],
+            when=by_phase(events.events),
             wire=account.per_step(observer.traffic_from, observer.traffic_to),
             losses=tuple(losses), validation=validation, seconds=tuple(observer.seconds),
             step_seconds=found["step_seconds"], model=model,
@@ -307,8 +295,10 @@ class _Account:
         self.steps.append(None if before is None else self._count() - before)
 
     def _count(self) -> float | None:
-        if (own := written()) is not None:
-            return own
+        with contextlib.suppress(OSError):
+            for line in ACCOUNT.read_text().splitlines():
+                if line.startswith("wchar:"):
+                    return int(line.split()[1])
         return wire_bytes(quiet=True)
 
     def per_step(self, first: int, end: int) -> float | None:
@@ -317,24 +307,6 @@ class _Account:
         return None if None in chosen else sum(chosen) / len(chosen)
 
 
-def written() -> int | None:
-    """Bytes that this process has written so far; None if unknown."""
-    with contextlib.suppress(OSError):
-        for line in ACCOUNT.read_text().splitlines():
-            if line.startswith("wchar:"):
-                return int(line.split()[1])
-    return None
-
-
 def on_device(moment: Moment) -> int:
     """Bytes alive, without what existed before: the text, models of earlier runs."""
     return moment.total - moment.bytes["other"]
-
-
-def without_other(moment: Moment) -> dict[str, int]:
-    return {name: size for name, size in moment.bytes.items() if name != "other"}
-
-
-def plain_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model in its current state, without its stage."""
-    return copy.deepcopy(model)

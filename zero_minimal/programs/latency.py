@@ -23,14 +23,11 @@ def run() -> dict:
     Returns: "ranks"; "points" [[bytes, seconds]]; "alpha" in seconds, "beta" in seconds a byte; "all_reduce", with its
     "bytes" and "pieces" {number: seconds}.
     """
-    points, pieces = ranks.run(_measure, RANKS, device="cpu")[0]
+    points, pieces = ranks.run(lambda: (latency_probe.measure(), latency_probe.measure_pieces(PIECES, BYTES)), RANKS,
+                               device="cpu")[0]
     alpha, beta = latency_probe.fit(points)
     return {"ranks": RANKS, "points": list(map(list, points)), "alpha": alpha, "beta": beta,
             "all_reduce": {"bytes": BYTES, "pieces": {str(count): seconds for count, seconds in pieces.items()}}}
-
-
-def _measure() -> tuple[list[latency_probe.Point], dict[int, float]]:
-    return latency_probe.measure(), latency_probe.measure_pieces(PIECES, BYTES)
 
 
 def describe(result: dict) -> str:

@@ -20,13 +20,12 @@ from zero_minimal.offload import LeavesAtOnce, Offloaded1, Offloaded2
 from zero_minimal.offloading.host_link import Bus
 from zero_minimal.offloading.host_process import Host
 from zero_minimal.offloading.offloaded_state import resident_bytes
+from zero_minimal.paper.formulas import STATES
 from zero_minimal.processes import ranks
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
-
-STATES = ("parameters", "gradients", "optimizer")
 
 
 def keep_gradients(bus: Bus) -> None:
@@ -98,7 +97,9 @@ def stand_on(rung: Rung, settings: Settings) -> dict:
     """
     with ranks.start() as rank:
         load_libraries(settings, rank)
-        empty, empty_host = resident_bytes(), host_alone(rank.device)
+        empty, host_alone = resident_bytes(), Host(keep_gradients, 64, rank.device, None)  # which keeps nothing
+        _, empty_host = host_alone.ask("memory")
+        host_alone.end()
         zero = loop.build(rung.kind, settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
         observer = Observer(zero, rank, settings)
         bus = BusMeter(zero) if rung.host else None
@@ -128,14 +129,6 @@ def load_libraries(settings: Settings, rank: ranks.Rank) -> None:
         pass
     del zero
     gc.collect()
-
-
-def host_alone(device: torch.device) -> int | None:
-    """Resident bytes of a host process that keeps nothing."""
-    host = Host(keep_gradients, 64, device, None)
-    _, resident = host.ask("memory")
-    host.end()
-    return resident
 
 
 def what_is_kept(zero, kept: int) -> dict[str, int]:

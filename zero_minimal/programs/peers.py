@@ -4,7 +4,7 @@
     ZeroRedundancy     the same with a ZeroRedundancyOptimizer                 to compare with stages 1 and 2
     FSDP2              fully_shard on each block, then on the whole            to compare with stage 3
     FSDP2Kept          the same, keeping parameters from forward to backward   to compare with stage 2
-    DeepSpeed0 … 3     if DeepSpeed can be imported                            to compare with the stage of that number
+    DEEPSPEED[0 … 3]   if DeepSpeed can be imported                            to compare with the stage of that number
     Floor              no communication at all: a lower bound for every stage
 
 They have the methods that a loop calls, but no state_dict. 16-bit runs also use fp32 masters here.
@@ -33,12 +33,7 @@ class Peer:
 
     sharded = False  # whether a rank holds only a shard of the gradients
     group = None  # all ranks
-    communicates = True
     gradient_scale = None  # the update's factor for gradients, if any
-
-    @staticmethod
-    def prepare(device: torch.device) -> None:
-        """Import what takes time or memory that is not the model's. To be called before the model is built."""
 
     def no_sync(self):
         """A context for the micro-batches before the last."""
@@ -112,7 +107,7 @@ class ZeroRedundancy(DDP):
 
     @staticmethod
     def prepare(device: torch.device) -> None:
-        """Import it."""
+        """Import it, before the model is built: that takes time, and memory that is not the model's."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # its module runs torch.jit.script, which is deprecated
             import torch.distributed.optim  # noqa: F401
@@ -224,28 +219,7 @@ class DeepSpeed(Peer):
         """Does nothing: step() has dropped the gradients."""
 
 
-class DeepSpeed0(DeepSpeed):
-    """No ZeRO: DeepSpeed's plain data parallelism."""
-
-    theory_stage = 0
-
-
-class DeepSpeed1(DeepSpeed):
-    """P_os."""
-
-    theory_stage = 1
-
-
-class DeepSpeed2(DeepSpeed):
-    """P_os+g."""
-
-    theory_stage = 2
-
-
-class DeepSpeed3(DeepSpeed):
-    """P_os+g+p."""
-
-    theory_stage = 3
+DEEPSPEED = tuple(type(f"DeepSpeed{stage}", (DeepSpeed,), {"theory_stage": stage}) for stage in range(4))
 
 
 # ----------------------------------------------------------------------------------------------------------- the floor

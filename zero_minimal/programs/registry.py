@@ -22,9 +22,6 @@ CONTENDERS = {
     "ZeroRedundancy": peers.ZeroRedundancy,
     "FSDP2 kept": peers.FSDP2Kept,
     "FSDP2": peers.FSDP2,
-    "DeepSpeed 0": peers.DeepSpeed0,
-    "DeepSpeed 1": peers.DeepSpeed1,
-    "DeepSpeed 2": peers.DeepSpeed2,
-    "DeepSpeed 3": peers.DeepSpeed3,
+    **{f"DeepSpeed {number}": peer for number, peer in enumerate(peers.DEEPSPEED)},
     "floor": peers.Floor,
 }

@@ -3,6 +3,8 @@
 All is computed from the JSON file, which is the only source for the page, the picture and the terminal.
 """
 
+from itertools import pairwise
+
 from zero_minimal.meters.rounds import ratios
 from zero_minimal.programs import report
 from zero_minimal.programs.replicate_plan import NEW, OFFLOADED, SAME, STANDARD, ZERO
@@ -18,10 +20,9 @@ def passes(content: dict, part: str, **wanted) -> list[dict]:
     "first" is that pass, and "before" its kind, None if there is none."""
     found = []
     for session in content["sessions"].values():
-        befores = ({"kind": None}, *session["passes"])
-        for number, (first, each) in enumerate(zip(befores, session["passes"], strict=False)):
+        for number, (first, each) in enumerate(pairwise(({"kind": None}, *session["passes"]))):
             row = session | each | {"number": number, "first": first, "before": first["kind"]}
-            if all(row[name] == value for name, value in ({"part": part} | wanted).items()):
+            if (wanted | {"part": part}).items() <= row.items():
                 found.append(row)
     return found
 
@@ -43,6 +44,11 @@ def tables(content: dict, model: str) -> dict[str, list[list[dict]]]:
     return found
 
 
+def first_size(content: dict, model: str) -> list[list[dict]]:
+    """[seed][pass] of the plan's first size, the only one with several seeds."""
+    return next(iter(tables(content, model).values()))
+
+
 def twins(content: dict) -> list[tuple[dict, dict]]:
     """Pairs of passes that differ only in ZeRO, offload or order: each with the first of its group, which has the same
     ranks, the same seed and the same kind of model, new or already trained."""
@@ -61,17 +67,15 @@ def in_order(content: dict, ranks: int, first: str, second: str, figure: str) ->
     return [(each["first"][figure], each[figure]) for each in found]
 
 
-def attribution(content: dict, figure: str) -> dict[str, list[float]]:
+def attribution(content: dict, figure: str) -> dict[str, tuple[float, ...]]:
     """{cause: [seed]}: how much each cause lowers a figure, from the report's first row to its last one, with ZeRO and
     twice the batch. Their sum is "all"."""
-    found: dict = {"ZeRO": [], "twice the batch": [], "earlier training": [], "all": []}
-    told, afresh = (next(iter(tables(content, model).values())) for model in (SAME, NEW))
-    for same, new in zip(told, afresh, strict=True):
+    lowered = []
+    for same, new in zip(first_size(content, SAME), first_size(content, NEW), strict=True):
         way = [each[figure] for each in (new[0], new[1], new[2], same[2])]
-        steps = [one - other for one, other in zip(way, way[1:], strict=False)]
-        for values, lower in zip(found.values(), (*steps, same[0][figure] - same[2][figure]), strict=True):
-            values.append(lower)
-    return found
+        steps = [before - after for before, after in pairwise(way)]
+        lowered.append((*steps, same[0][figure] - same[2][figure]))
+    return dict(zip(("ZeRO", "twice the batch", "earlier training", "all"), zip(*lowered, strict=True), strict=True))
 
 
 def times(content: dict) -> dict[int, dict[str, dict[str, float]]]:
@@ -92,8 +96,7 @@ def peaks(content: dict) -> dict[tuple[int, int, str], int]:
 
 def drawn(content: dict) -> dict:
     """The argument of draw_replication(): the first size's tables, and the factorial at N = 1."""
-    runs = {words: next(iter(tables(content, model).values()))
-            for words, model in (("one object", SAME), ("new models", NEW))}
+    runs = {"one object": first_size(content, SAME), "new models": first_size(content, NEW)}
     return {
         "passes": [(each["kind"], each["batch"]) for each in runs["one object"][0]],
         "losses": {name: {words: [[each[figure] for each in passes] for passes in seeds]
@@ -110,6 +113,10 @@ def drawn(content: dict) -> dict:
 
 def describe(content: dict) -> str:
     """All results as text for a terminal."""
+    whose = [attribution(content, figure) for figure in LOSSES]
+    rates = grouped(passes(content, "rates"), "rate", "number", "kind", "batch")
+    held = peaks(content)
+    kinds = list(dict.fromkeys(kind for *_, kind in held))
     return "\n\n".join((
         "", about_data(content),
         "1. The report's table: one model object, one pass after the other; seed 0", report_table(content, SAME),
@@ -117,9 +124,22 @@ def describe(content: dict) -> str:
         "2. The same passes, each with a new model; seed 0", report_table(content, NEW),
         f"3. Two passes, {next(iter(tables(content, SAME)))}: mean of the seeds, and from the lowest to the highest",
         *factorial_tables(content), about_twins(content),
-        "4. Whose is the gain from the table's first row to its third?", attribution_table(content),
-        "5. At another learning rate", rates_table(content),
-        "6. Memory of rank 0, and time", peaks_table(content), times_table(content),
+        "4. Whose is the gain from the table's first row to its third?",
+        report.table([["lowers by", *LOSSES.values()], *(
+            [cause, *(spread_text(each[cause], "+.3f") if any(each[cause]) else "exactly 0" for each in whose)]
+            for cause in whose[0])]),
+        "5. At another learning rate",
+        report.table([[f"rate {next(iter(rates))[0]:g}", "batch", *LOSSES.values()], *(
+            [f"{number + 1}. {kind}", str(batch), *losses_text(rows)]
+            for (_, number, kind, batch), rows in rates.items())]),
+        "6. Memory of rank 0, and time",
+        report.table([["peak, MB", *kinds], *(
+            [f"N = {ranks}, batch {batch}", *(
+                f"{held[ranks, batch, kind] / 1e6:.2f}" if (ranks, batch, kind) in held else "–" for kind in kinds)]
+            for ranks, batch in dict.fromkeys((ranks, batch) for ranks, batch, _ in held))]),
+        report.table([["time × standard's, batch 8", "", "median", "min", "max"], *(
+            [f"N = {ranks}", what, *(f"{ratio[name]:.2f}" for name in ("median", "min", "max"))]
+            for ranks, rows in times(content).items() for what, ratio in rows.items())]),
     ))
 
 
@@ -174,38 +194,6 @@ def about_twins(content: dict) -> str:
             f"{first} first, then {second} with the same object, N = 1: {second} has the lower training loss in "
             f"{sum(training)} of {len(training)} seeds, the lower validation loss in {sum(validation)}."))
     return "\n".join(lines)
-
-
-def attribution_table(content: dict) -> str:
-    """How much each cause lowers the losses."""
-    told = [attribution(content, figure) for figure in LOSSES]
-    return report.table([["lowers by", *LOSSES.values()], *(
-        [whose, *(spread_text(each[whose], "+.3f") if any(each[whose]) else "exactly 0" for each in told)]
-        for whose in told[0])])
-
-
-def rates_table(content: dict) -> str:
-    """The report's three passes with one object at the faster rate, over the seeds."""
-    found = grouped(passes(content, "rates"), "rate", "number", "kind", "batch")
-    return report.table([[f"rate {next(iter(found))[0]:g}", "batch", *LOSSES.values()], *(
-        [f"{number + 1}. {kind}", str(batch), *losses_text(rows)] for (_, number, kind, batch), rows in found.items())])
-
-
-def peaks_table(content: dict) -> str:
-    """A table of one rank's peaks."""
-    found = peaks(content)
-    kinds = list(dict.fromkeys(kind for *_, kind in found))
-    return report.table([["peak, MB", *kinds], *(
-        [f"N = {ranks}, batch {batch}",
-         *(f"{found[ranks, batch, kind] / 1e6:.2f}" if (ranks, batch, kind) in found else "–" for kind in kinds)]
-        for ranks, batch in dict.fromkeys((ranks, batch) for ranks, batch, _ in found))])
-
-
-def times_table(content: dict) -> str:
-    """A table of time ratios, measured in turn."""
-    return report.table([["time × standard's, batch 8", "", "median", "min", "max"], *(
-        [f"N = {ranks}", what, *(f"{ratio[name]:.2f}" for name in ("median", "min", "max"))]
-        for ranks, rows in times(content).items() for what, ratio in rows.items())])
 
 
 def losses_text(rows: list[dict]) -> list[str]:

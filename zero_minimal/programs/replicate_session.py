@@ -62,7 +62,9 @@ def run(session: Session, data: Data) -> list[dict]:
         for each in session.passes:
             if each.model == NEW:
                 model = None  # free it before the new one is made
-                model = make(session, data, rank)
+                torch.manual_seed(session.seed)
+                sizes = session.size.layers, session.size.hidden, session.size.heads
+                model = Encoder(EncoderConfig(*sizes, data.vocabulary, SEQUENCE)).to(rank.device)
             before = len(ledger.timeline) if ledger else 0
             found.append(train(model, each, session, data, ledger, rank))
             if ledger:
@@ -71,23 +73,13 @@ def run(session: Session, data: Data) -> list[dict]:
         return found
 
 
-def make(session: Session, data: Data, rank: ranks.Rank) -> Encoder:
-    """A new model, with the same values for the same seed."""
-    torch.manual_seed(session.seed)
-    size = session.size
-    return Encoder(EncoderConfig(size.layers, size.hidden, size.heads, data.vocabulary, SEQUENCE)).to(rank.device)
-
-
-def steps_of(session: Session, each: Pass, reviews: int) -> int:
-    """The steps of a pass over `reviews` reviews. If the session sets them, twice the batch has half as many."""
-    every = reviews // each.batch
-    return every if session.steps is None else min(every, session.steps * 8 // each.batch)
-
-
 def train(model: Encoder, each: Pass, session: Session, data: Data, ledger: Ledger | None, rank: ranks.Rank) -> dict:
     """Run one pass; return its final losses, memory and times."""
-    settings = Settings(steps=steps_of(session, each, len(data.labels)), lr=session.rate, seed=session.seed,
-                        batch=each.batch // rank.world_size, bucket_mb=session.bucket_mb)
+    count = len(data.labels) // each.batch
+    if session.steps is not None:  # twice the batch has half as many
+        count = min(count, session.steps * 8 // each.batch)
+    settings = Settings(steps=count, lr=session.rate, seed=session.seed, batch=each.batch // rank.world_size,
+                        bucket_mb=session.bucket_mb)
     with ledger or nullcontext():
         zero = CLASSES[each.kind](model, torch.optim.AdamW, bucket_bytes=int(settings.bucket_mb * 2**20),
                                   **settings.optimizer_options())
@@ -118,17 +110,17 @@ def train(model: Encoder, each: Pass, session: Session, data: Data, ledger: Ledg
 def evaluate(model: Encoder, data: Data, rank: ranks.Rank) -> dict[str, float]:
     """Mean loss and accuracy over all held-out reviews; each rank reads its part."""
     model.eval()
-    totals = torch.zeros(3, dtype=torch.float64, device=rank.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=rank.device)
     rows = torch.arange(rank.rank, len(data.held_out_labels), rank.world_size)
     for part in rows.split(64):
         labels = data.held_out_labels[part].to(rank.device)
         logits = model(data.held_out_tokens[part].to(rank.device))
         loss = F.cross_entropy(logits.double(), labels, reduction="sum")
-        totals += torch.stack([loss, (logits.argmax(1) == labels).sum(), torch.tensor(len(part), device=rank.device)])
+        totals += torch.stack([loss, (logits.argmax(1) == labels).sum()])
     model.train()
     collectives.all_reduce(totals, op="sum")
-    loss, right, count = totals.tolist()
-    return {"validation_loss": loss / count, "accuracy": right / count}
+    loss, right = (totals / len(data.held_out_labels)).tolist()
+    return {"validation_loss": loss, "accuracy": right}
 
 
 def digest(tensors) -> str:

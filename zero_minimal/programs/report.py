@@ -132,6 +132,11 @@ def explained(measured: float, formula: float, words: str, padding: float) -> li
     return [number(measured), number(formula), words, number(padding), number(measured - formula - padding)]
 
 
+def megabytes(count: float | None, decimals: int = 2) -> str:
+    """Bytes as MB, by default with enough digits to distinguish small models; None is unknown."""
+    return "?" if count is None else f"{count / 1e6:,.{decimals}f}"
+
+
 # ------------------------------------------------------------------------------------------------------------ terminals
 
 

@@ -10,7 +10,7 @@ import concurrent.futures
 import multiprocessing
 import os
 from dataclasses import replace
-from itertools import product
+from itertools import product, starmap
 
 import torch
 
@@ -22,7 +22,7 @@ from zero_minimal.paper.shapes import VOCABULARY, parameter_count, shape_for
 from zero_minimal.pictures import style
 from zero_minimal.pictures.reproductions import draw_reproduction
 from zero_minimal.processes import interrupts
-from zero_minimal.programs import figure7_notes, progress, report, tables
+from zero_minimal.programs import progress, report, tables
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPTConfig
@@ -63,9 +63,8 @@ def table1(sizes=tuple(published.TABLE1), ranks=None, processes: int = 0) -> dic
     ]}
 
 
-def table1_cell(key) -> dict:
-    """One cell. key: size, stage, N."""
-    name, stage, ranks = key
+def table1_cell(name: str, stage: int, ranks: int) -> dict:
+    """One cell."""
     parameters, printed = count(name), published.TABLE1[name][ranks][stage - 1]
     formula = sum(formulas.model_states(stage, parameters, ranks, "fp16").values())
     case = states_case(parameters, stage, ranks)
@@ -98,9 +97,8 @@ def figure1(parameters: int = 7_500_000_000, ranks: int = 64, processes: int = 0
     ]}
 
 
-def figure1_bar(key) -> dict:
-    """One bar. key: stage, parameters, ranks."""
-    stage, parameters, ranks = key
+def figure1_bar(stage: int, parameters: int, ranks: int) -> dict:
+    """One bar."""
     states = states_of(states_case(parameters, stage, ranks))
     return {"stage": stage, "formula": formulas.model_states(stage, parameters, ranks, "fp16"), "states": states}
 
@@ -130,9 +128,8 @@ def table2(groups=tuple(published.TABLE2), stages=range(4), ranks: int = 64, dev
     ]}
 
 
-def table2_cell(key) -> dict:
-    """One cell: the search. key: MP, stage, N, bytes of the device."""
-    parallel, stage, ranks, device_bytes = key
+def table2_cell(parallel: int, stage: int, ranks: int, device_bytes: float) -> dict:
+    """One cell: the search."""
     printed = published.TABLE2[parallel][0][stage]
     formula = formulas.largest_model(stage, device_bytes, ranks, "fp16", parallel)
     fitting, runs = search(lambda parameters: sum(states_of(states_case(parameters, stage, ranks, parallel)).values()),
@@ -179,12 +176,11 @@ def figure7(sizes=tuple(published.FIGURE7), processes: int = 0, ranks: int = pub
     """Peaks of C1 to C5 at both sizes, allocated and cached, with the paper's bars. {"bars", "notes"}."""
     keys = [(size, config, ranks) for size in sizes for config in CONFIGS]
     bars = run_all(figure7_bar, keys, processes, "Figure 7")
-    return {"bars": bars, "notes": figure7_notes.of(bars)}
+    return {"bars": bars, "notes": tables.figure7_notes(bars)}
 
 
-def figure7_bar(key) -> dict:
-    """One bar. key: size, config, ranks."""
-    name, config, ranks = key
+def figure7_bar(name: str, config: str, ranks: int) -> dict:
+    """One bar."""
     shape, printed = published.FIGURE7[name]
     run = simulate(Case(gpt_of(shape), ranks=ranks, batch=shape.batch, model_parallel=shape.model_parallel,
                         config=config))
@@ -264,16 +260,16 @@ def estimate(shape: published.Shape) -> float:
 # ------------------------------------------------------------------------------------------------------------- running
 
 
-def run_all(function, keys: list, processes: int, name: str) -> list:
-    """function(key) for each, in order; in `processes` processes, or in this one for 0."""
+def run_all(function, keys: list[tuple], processes: int, name: str) -> list:
+    """function(*key) for each, in order; in `processes` processes, or in this one for 0."""
     bar = {"total": len(keys), "name": name, "unit": "run"}
     if processes == 0:
-        return list(progress.bar(map(function, keys), **bar))
+        return list(progress.bar(starmap(function, keys), **bar))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads,
                                                 initargs=(1,)) as pool:
         with interrupts.held_off():
-            results = pool.map(function, keys)
+            results = pool.map(function, *zip(*keys, strict=True))
         return list(progress.bar(results, **bar))
 
 

@@ -15,6 +15,7 @@ It needs root, and `ip` and `tc` (the package iproute2).
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import ctypes
 import os
@@ -84,16 +85,13 @@ def check(flags: argparse.Namespace) -> None:
 
 
 class Pair:
-    """A context with two nodes.
+    """A context with two nodes. speed: of the cable, each way, as `bits` reads it.
 
-    speed: of the cable, each way, as `bits` reads it.
-    delay_ms: added to every message, each way.
     Raises: PermissionError without the right to make them; OSError or RuntimeError if the machine cannot make them.
     """
 
-    def __init__(self, speed: str, delay_ms: float = 0.0):
-        self.rate, self.delay_ms = f"{round(bits(speed))}bit", delay_ms
-        self.owner, self.nodes = os.getpid(), []
+    def __init__(self, speed: str):
+        self.rate, self.owner, self.nodes = f"{round(bits(speed))}bit", os.getpid(), []
 
     def __enter__(self) -> "Pair":
         try:
@@ -114,13 +112,8 @@ class Pair:
             self._run(node, "ip", "address", "add", f"{address}/24", "dev", CARD)
             for card in ("lo", CARD):
                 self._run(node, "ip", "link", "set", card, "up")
-            slow = ["tbf", "rate", self.rate, "burst", "128kb", "latency", f"{QUEUE_MS}ms"]
-            if self.delay_ms:
-                self._run(node, "tc", "qdisc", "add", "dev", CARD, "root", "handle", "1:",
-                          "netem", "delay", f"{self.delay_ms}ms", "limit", "20000")
-                self._run(node, "tc", "qdisc", "add", "dev", CARD, "parent", "1:", *slow)
-            else:
-                self._run(node, "tc", "qdisc", "add", "dev", CARD, "root", *slow)
+            self._run(node, "tc", "qdisc", "add", "dev", CARD, "root", "tbf", "rate", self.rate, "burst", "128kb",
+                      "latency", f"{QUEUE_MS}ms")
 
     def cable(self, state: str) -> None:
         """Unplug the cable ("down"), or plug it in again ("up"). Processes get no error: packets are lost."""
@@ -168,25 +161,16 @@ def _new_namespace() -> int:
 
 def _on_a_thread(function: Callable, path: str | None):
     """Call function() on a thread in the namespace at `path`, or, for None, in a new one; return its result."""
-    found: list = []
 
-    def visit():
-        try:
-            if path is None:
-                _call("unshare", NEW_NETWORK)
-            else:
-                _move(path)
-            found.extend([function(), None])
-        except BaseException as error:
-            found.extend([None, error])
+    def there():
+        if path is None:
+            _call("unshare", NEW_NETWORK)
+        else:
+            _move(path)
+        return function()
 
-    thread = threading.Thread(target=visit)
-    thread.start()
-    thread.join()
-    result, error = found
-    if error is not None:
-        raise error
-    return result
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(there).result()
 
 
 def _move(path: str) -> None:

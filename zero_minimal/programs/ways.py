@@ -70,13 +70,10 @@ class Way:
     options: dict = field(default_factory=dict)  # options of the stage
 
 
-def _config(name: str) -> Way:
-    return Way(shares_a_model=True, config=name)
-
-
 LADDER: dict[str, Way] = {
     "data parallel": Way(checkpoints=False), "checkpoints": Way(), "P_os": Way(Stage1), "P_os+g": Way(Stage2),
-    "P_os+g+p": Way(Stage3), "model parallel": Way(shares_a_model=True), **{name: _config(name) for name in CONFIGS},
+    "P_os+g+p": Way(Stage3), "model parallel": Way(shares_a_model=True),
+    **{name: Way(shares_a_model=True, config=name) for name in CONFIGS},
 }
 PLAIN = Way(Stage2, shares_a_model=True)
 WORTH: dict[str, Way] = {  # P_os+g on a mesh, plus one part
@@ -86,8 +83,8 @@ WORTH: dict[str, Way] = {  # P_os+g on a mesh, plus one part
     "M_D, checkpoints": replace(PLAIN, slab=True),
     "P_a": replace(PLAIN, partition=True),
     "P_a+cpu": replace(PLAIN, partition=True, to_host=True),
-    "all: C4": _config("C4"),
-    "all: C5": _config("C5"),
+    "all: C4": LADDER["C4"],
+    "all: C5": LADDER["C5"],
 }
 MESHES = {2: 2, 3: 3, 4: 2}  # {ranks: M}, if there are not the page's four
 

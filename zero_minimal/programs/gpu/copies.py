@@ -13,6 +13,7 @@ import torch
 from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.meters import device_trace, gpu
 from zero_minimal.meters.crossings import BusMeter
+from zero_minimal.meters.timing import draw_batches
 from zero_minimal.offload import Offloaded2, Offloaded3
 from zero_minimal.processes import ranks
 from zero_minimal.programs.gpu.place import Check, Place, result
@@ -88,8 +89,7 @@ def hidden_of(work: list[device_trace.Work]) -> dict:
 
 def warmed(stage, settings: Settings, rank: ranks.Rank, more: int) -> tuple:
     """A stage after WARM steps, and `more` further batches, on the rank's device."""
-    zero, source = loop.build(stage, settings, rank), loop.training_batches(settings, rank.rank)
-    batches = [tuple(part.to(rank.device) for part in next(source)) for _ in range(WARM + more)]
+    zero, batches = loop.build(stage, settings, rank), list(draw_batches(settings, rank, WARM + more))
     for batch in batches[:WARM]:
         step(zero, batch)
     return zero, batches[WARM:]
@@ -152,9 +152,7 @@ def watch_checkpoints(settings: Settings) -> list[dict]:
             meter = gpu.of(rank.device)
             zero = loop.build(Stage2, settings, rank)
             checkpoint_blocks(zero.model, to_host=to_host)
-            source = loop.training_batches(settings, rank.rank)
-            batches = [tuple(part.to(rank.device) for part in next(source)) for _ in range(WARM + 1)]
-            losses = []
+            batches, losses = list(draw_batches(settings, rank, WARM + 1)), []
             for batch in batches:
                 zero.zero_grad()
                 meter.synchronize()

@@ -1,6 +1,7 @@
-"""Place: where a part of check-gpu runs, what it trains there, and how it reports results."""
+"""Place: where a part of check-gpu runs, what it trains there, how it reports results; and the first part, which says
+what the place has: hardware, versions, and whether a GPU computes the same as the CPU."""
 
-import os
+import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -70,20 +71,27 @@ def result(checks: list[Check], **more) -> dict:
     return {"checks": [asdict(check) for check in checks], **more}
 
 
-def one_gpu_only() -> None:
-    """From now on, this process and its child processes see one GPU, so that several ranks must share it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+def machine(place: Place) -> dict:
+    """The part: names, versions, memory; a product of two matrices."""
+    torch.manual_seed(0)
+    one, other = torch.randn(2, 256, 256, dtype=torch.float64)
+    device = torch.device(place.device)
+    furthest = (one.to(device) @ other.to(device)).cpu().sub(one @ other).abs().max().item()
+    what = "a product of two fp64 matrices, against the CPU's"
+    check = Check(what, f"{furthest:.1g}", "at most 1e-10", furthest <= 1e-10)
+    return result([check], machine=facts(place))
 
 
-def same_bits() -> None:
-    """From now on, in this process and its child processes, the same computation gives the same bits."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-
-
-def ask_for_same_bits() -> None:
-    """The same, in a rank. Attention uses plain matrix products, since backward of fused kernels adds in any order."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
+def facts(place: Place) -> dict:
+    """For the JSON: versions, and each GPU."""
+    told = {"python": platform.python_version(), "torch": torch.__version__, "gpus": []}
+    if place.dry:
+        return told
+    told["cuda"] = torch.version.cuda
+    told["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        told["gpus"].append({"name": properties.name, "bytes": properties.total_memory,
+                             "capability": f"{properties.major}.{properties.minor}",
+                             "processors": properties.multi_processor_count})
+    return told

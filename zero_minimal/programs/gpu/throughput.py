@@ -16,7 +16,7 @@ BUCKET = 25 * 2**20  # bytes, as in DDP: our 4 MiB are for CPUs, and make a GPU 
 CLOSE = 2e-2  # relative: for bf16, and sums in another order
 
 
-def run(place: Place) -> dict:
+def throughput(place: Place) -> dict:
     """The part: milliseconds per step and tokens per second, each contender in turn, in the same ranks."""
     world_size = 1 if place.dry else place.gpus
     settings = place.settings(steps=2 if place.dry else STEPS)
