@@ -512,7 +512,7 @@ def test_a_machine_that_is_too_busy_takes_no_points(messages, monkeypatch, tmp_p
     unread = SimpleNamespace(lines=lambda: iter(()), is_late=True)
     with pytest.raises(Busy, match="too busy to judge: the tests could not be read"):
         nothing = judging.Reported(COLLECTIVES, Grades(COLLECTIVES), whole=True)
-        list(judging.reports(lambda *_: nullcontext(unread), nothing, 9))
+        list(judging.reports(SimpleNamespace(begin=lambda *_: nullcontext(unread)), "", nothing, 9))
 
     def busy(*_, **__):
         raise Busy(told[-1]["busy"])
