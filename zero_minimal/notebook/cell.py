@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ipyparallel
 
-from zero_minimal.notebook import printed
+from zero_minimal.notebook import printed, stack_inspection
 from zero_minimal.notebook import rank as notebook_rank
 from zero_minimal.notebook.errors import NotHere, Told
 from zero_minimal.notebook.screen import Screen, stand
@@ -158,10 +158,9 @@ class Cell:
         try:
             return answer.get()
         except ipyparallel.error.IPythonError as error:  # an interrupt that arrived after the cell
-            failure = {"kind": type(error).__name__, "message": str(error), "traceback": str(error), "lost": True,
-                       "line": None, "source": "", "earlier": False, "inside": "", "attempt": "", "in_a_stage": True,
-                       "told": False}
-            return b"", failure, (0, 0)
+            return b"", stack_inspection.NOWHERE | {
+                "kind": type(error).__name__, "message": str(error), "traceback": str(error), "lost": True,
+                "in_a_stage": True, "told": False}, (0, 0)
 
     def left_half_done(self) -> bool:
         """Whether stages may have been stopped in the middle of their work (see recovery.py)."""

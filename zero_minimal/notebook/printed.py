@@ -148,30 +148,20 @@ class Printed:
                 for line in (on_screen(content[0]) if kind == "text" else content[-1:])]
 
 
-def show(everybody: list[Printed]) -> bool:
-    """Print what all ranks have printed: once, if it is the same on all of them. Returns whether there was anything."""
-    contents = [printed.pieces for printed in everybody]
-    alike = len(contents) > 1 and all(content == contents[0] for content in contents)
-    named = {"all ranks": contents[0]} if alike else {f"rank {rank}": pieces for rank, pieces in enumerate(contents)}
-    for name, pieces in named.items():
+def show(everybody: list[Printed]) -> None:
+    """Print what all ranks have printed: once, if it is the same on all of them."""
+    for name, pieces in named([printed.pieces for printed in everybody]).items():
         for kind, *content in pieces:
-            if kind == "text":
-                _print_beside(name, on_screen(content[0]))
-            else:
-                _print_beside(name, content[-1:])
-                if get_ipython():
-                    get_ipython().display_pub.publish({"image/png": content[0], "text/plain": content[-1]})
-    return any(contents)
+            for line in on_screen(content[0]) if kind == "text" else content[-1:]:
+                print(f"{name} │ {line}")
+            if kind == "picture" and get_ipython():
+                get_ipython().display_pub.publish({"image/png": content[0], "text/plain": content[-1]})
 
 
-def beside(name: str, lines: list[str]) -> list[str]:
-    """These lines, with the rank's name, or that of all ranks."""
-    return [f"{name} │ {line}" for line in lines]
-
-
-def _print_beside(name: str, lines: list[str]) -> None:
-    for line in beside(name, lines):
-        print(line)
+def named(contents: list[list]) -> dict[str, list]:
+    """What each rank has, by its name; once, if all have the same."""
+    alike = len(contents) > 1 and all(content == contents[0] for content in contents)
+    return {"all ranks": contents[0]} if alike else {f"rank {rank}": content for rank, content in enumerate(contents)}
 
 
 def on_screen(text: str) -> list[str]:

@@ -5,7 +5,7 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
-from zero_minimal.notebook.printed import Printed, beside
+from zero_minimal.notebook.printed import Printed, named
 
 SOON = 1.0  # seconds: a shorter cell shows nothing while it runs
 LINES = 40  # the last lines of all ranks together
@@ -28,10 +28,8 @@ class Screen:
         seconds = time.monotonic() - self.began
         if seconds < SOON:
             return
-        texts = [printed.lines() for printed in everybody]
-        alike = len(texts) > 1 and all(text == texts[0] for text in texts)
-        named = {"all ranks": texts[0]} if alike else {f"rank {rank}": text for rank, text in enumerate(texts)}
-        lines = [line for name, text in named.items() for line in beside(name, text[-(LINES // len(named)) :])]
+        texts = named([printed.lines() for printed in everybody])
+        lines = [f"{name} │ {line}" for name, text in texts.items() for line in text[-(LINES // len(texts)) :]]
         known = {rank: position for rank, position in positions.items() if position}
         text = "\n".join([*lines, f"running for {seconds:.0f} s:", *stand(known, len(everybody))])
         if text == self.shown:
