@@ -66,7 +66,7 @@ class Sliders:
         self.picture, self.words = ipywidgets.Image(format="png", width="100%"), ipywidgets.HTML()
         self.picture.add_class("zero-plan")
         for control in self.controls.values():
-            control.observe(self._moved, "value")
+            control.observe(lambda change: self.update(), "value")
         self.update()
 
     def update(self) -> None:
@@ -78,9 +78,6 @@ class Sliders:
         else:
             self.picture.value, text = drawn(self.told), described(self.told)
         self.words.value = f"<pre style='line-height: 1.25'>{html.escape(text)}</pre>"
-
-    def _moved(self, change) -> None:
-        self.update()
 
     def box(self) -> ipywidgets.Widget:
         """All widgets, in two columns if there is room."""
