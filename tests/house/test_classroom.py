@@ -4,7 +4,6 @@ Of the wrong submissions few run, and in some lessons one that hangs; all of the
 """
 
 import functools
-import importlib.util
 import inspect
 import json
 import os
@@ -98,10 +97,7 @@ def messages(tmp_path, monkeypatch):
 @functools.cache
 def graded_tests(lesson):
     """The module with the lesson's tests."""
-    spec = importlib.util.spec_from_file_location("graded_" + lesson.name, lesson.tests)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = submissions.module_in(lesson.tests)
     cloudpickle.register_pickle_by_value(module)
     return module
 

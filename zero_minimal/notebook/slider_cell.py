@@ -76,7 +76,8 @@ class Sliders:
         except ValueError as error:
             self.told, self.picture.value, text = None, b"", str(error)
         else:
-            self.picture.value, text = drawn(self.told), described(self.told)
+            draw_plan(self.told).savefig(picture := io.BytesIO(), format="png", dpi=110)
+            self.picture.value, text = picture.getvalue(), described(self.told)
         self.words.value = f"<pre style='line-height: 1.25'>{html.escape(text)}</pre>"
 
     def box(self) -> ipywidgets.Widget:
@@ -98,13 +99,6 @@ def sliders(**start) -> None:
     if made.told:
         display(Image(made.picture.value, width=830, alt=verdict(made.told)))
     print(described(made.told) if made.told else "these cannot be planned")
-
-
-def drawn(told: dict) -> bytes:
-    """The plan's picture, as PNG."""
-    file = io.BytesIO()
-    draw_plan(told).savefig(file, format="png", dpi=110)
-    return file.getvalue()
 
 
 def described(told: dict) -> str:
