@@ -19,6 +19,11 @@ def cells_of(name):
             for cell in cells if cell["cell_type"] == "code"]
 
 
+def sources_of(lesson):
+    """{id: source} of the code cells of a lesson's notebook."""
+    return {cell["id"]: cell["source"] for cell in cells_of(f"{lesson}.ipynb")}
+
+
 def run_notebook(name, monkeypatch, ranks, *replacing):
     """Run a notebook's cells here, with another number of ranks; return the names that they leave. Not the timings.
     replacing: pairs of what stands there, and what is run in its place."""

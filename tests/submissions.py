@@ -13,6 +13,7 @@ import io
 import sys
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 from zero_minimal.classroom import grade as grader
 from zero_minimal.classroom.lessons import HOUSE, Lesson, found
@@ -84,12 +85,17 @@ def function(head: str, *parts: str) -> str:
 
 
 @functools.cache
-def mistakes(lesson: Lesson):
-    """The module tests/NN_name/mistakes.py."""
-    spec = importlib.util.spec_from_file_location(f"mistakes_{lesson.name}", lesson.tests.with_name("mistakes.py"))
+def module_in(file: Path):
+    """The module in a file whose name may be that of other files, too."""
+    spec = importlib.util.spec_from_file_location(f"{file.stem}_{file.parent.name}", file)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def mistakes(lesson: Lesson):
+    """The module tests/NN_name/mistakes.py."""
+    return module_in(lesson.tests.with_name("mistakes.py"))
 
 
 def right(lesson: Lesson) -> dict[str, str]:

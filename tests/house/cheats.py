@@ -8,7 +8,7 @@ from submissions import Wrong, function, mistakes
 from zero_minimal.classroom.lessons import HOUSE, found
 
 COLLECTIVES, GRADIENTS = mistakes(found()["00_collectives"]), mistakes(found()["03_gradients"])
-DENIED = r"PermissionError|Permission denied|Operation not permitted|No such file|it reads"
+DENIED = r"PermissionError|Permission denied|Operation not permitted|No such file"
 VALUES, TRAFFIC, KERNEL = ("test_shards_hold_the_mean_gradient", "test_backward_sends_a_reduce_scatter",
                            "test_the_kernel_counts_a_backward")
 
@@ -79,7 +79,7 @@ IN_LESSON_3 = {
         "for pipe in range(3, 30): os.open(f'/proc/{parent}/fd/{pipe}', os.O_WRONLY)"),
     "results beside the grader": looks(DENIED, "import torch", f"torch._C.PyTorchFileWriter('{HOUSE}/results.json')"),
     "other tests for the next one": looks(
-        DENIED + "|it writes to", "import os", f"os.chmod('{HOUSE}/tests/checks.py', 0o666)",
+        DENIED, "import os", f"os.chmod('{HOUSE}/tests/checks.py', 0o666)",
         f"open('{HOUSE}/tests/checks.py', 'a').write('x')"),
     "values off the caller's frame": in_backward(
         r"rank [01] does not know the data of rank [01]", "import toys", "toys.tokens(1 - self.rank, 0)"),

@@ -52,41 +52,33 @@ WRONG = {
     "calls sys.exit": caught(
         r"rank 1: it ended the program: sys.exit\(0\)", in_step("raise SystemExit(0)", rank=1)),
     "kills another process": caught(
-        r"calls os.kill: a submission may not", in_step("import os; os.kill(os.getppid(), 9)", rank=1)),
+        r"it did what is denied to a submission .*signal them", in_step("import os; os.kill(os.getppid(), 9)", rank=1)),
     "kills where Python does not see it": caught(
         r"it did what is denied to a submission .*signal them",
         in_step("import os, signal, time; signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)", "time.sleep(0.5)",
                 rank=1)),
-    "calls C": caught(r"calls ctypes.dlsym", in_step("import ctypes; ctypes.CDLL(None).getpid()")),
     "prints without end": caught(
         r"(?s)it printed more than 1 MB.*while True: print", in_step("while True: print('again' * 99)", rank=0)),
     "leaves a thread": caught(
         r"1 of its threads still run when the test is over",
         in_step("import threading, time", "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()")),
     "starts a program": caught(
-        r"calls subprocess.Popen", in_step("import subprocess; subprocess.Popen(['sleep', '99'])")),
-    "forks": caught(r"calls os.fork", in_step("import os; os.fork()")),
-    "forks where Python does not see it": caught(
         r"it did what is denied to a submission .*it may not start other processes",
-        in_step("from multiprocessing import util",
-                "util.spawnv_passfds(b'/bin/sleep', [b'sleep', b'99'], [])", rank=1)),
+        in_step("import subprocess; subprocess.Popen(['sleep', '99'])", rank=1)),
+    "forks": caught(r"it did what is denied to a submission .*start other", in_step("import os; os.fork()")),
     "takes all memory": caught(
         r"it asked for more than 4 GB of memory", in_step("hoard = [bytes(2**30) for _ in range(99)]", rank=0)),
     "imports the reference": at_the_top(
         r"it imports zero_minimal.stage2, where the work of lesson 03_gradients is done already",
         "from zero_minimal.stage2 import Stage2 as Theirs"),
     "imports it by its name": at_the_top(
-        r"it (imports|reads) .*stage2|No module named .zero_minimal.stage2",
+        r"it imports .*stage2|No module named .zero_minimal.stage2",
         "import importlib", "importlib.import_module('zero_minimal.stage2')"),
     "imports another stage, and hides that it failed": at_the_top(
         r"it imports zero_minimal.stage3", "try:", "    import zero_minimal.stage3", "except BaseException:",
         "    pass"),
-    "reads the reference": at_the_top(
-        r"it reads stage2.py, where the work", "import os, zero_minimal",
-        "here = os.path.dirname(zero_minimal.__file__)",
-        "text = open(here + '/core/../stage2.py').read()"),
     "writes into the tests": caught(
-        r"it writes to checks.py: what measures a submission must stay as it is",
+        r"it did what is denied to a submission .*nor read or write outside of its own folder",
         in_step("import sys; open(sys.modules['checks'].__file__, 'r+')")),
     "measures no memory": caught(
         r"it replaced checks.live_bytes", in_step("import sys",
@@ -105,6 +97,6 @@ WRONG = {
 }
 SHORT = {  # what runs always: one of each kind
     "loops for ever", "raises on one rank", "crashes", "calls sys.exit", "kills where Python does not see it",
-    "prints without end", "leaves a thread", "forks where Python does not see it", "imports the reference",
-    "reads the reference", "measures no memory", "replaces a collective", "has no class of that name",
+    "prints without end", "leaves a thread", "starts a program", "imports the reference", "measures no memory",
+    "replaces a collective", "has no class of that name",
 }

@@ -9,6 +9,7 @@ import shutil
 
 import nbformat
 import pytest
+from cells import sources_of
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -27,12 +28,6 @@ def a_learner(monkeypatch, tmp_path):
     monkeypatch.setenv("ZERO_PROGRESS", str(tmp_path / "progress.json"))
     yield
     begin("")
-
-
-def cells_of(lesson, folder=notebooks.NOTEBOOKS):
-    """{id: source} of a notebook's code cells."""
-    book = json.loads((folder / f"{lesson}.ipynb").read_text())
-    return {cell["id"]: "".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"}
 
 
 def printed(function, *args, **options):
@@ -126,7 +121,7 @@ def comparisons(lesson, n):
     """{the name of a guess: what the notebook compares it with on n ranks}: measured, known wrong ones, options."""
     seen, names = {}, {"n": n, "world": measured_by_the_formula(lesson, n),
                        "taken": lambda *args, **options: (args, options)}
-    for source in cells_of(lesson).values():
+    for source in sources_of(lesson).values():
         if ".compare(" not in source or "latency" in source:
             continue
         for line in ast.parse(source).body:
@@ -158,7 +153,7 @@ def test_known_wrong_answers_are_named_on_any_number_of_ranks(lesson, n):
 
 @pytest.mark.parametrize("lesson", ("00_collectives", "03_gradients"))
 def test_every_prediction_is_asked_for(lesson):
-    sources = list(cells_of(lesson).values())
+    sources = list(sources_of(lesson).values())
     asked = [match[0].split()[0] for source in sources for match in re.finditer(ASKED, source)]
     assert len(asked) == len(set(asked)) == {"00_collectives": 3, "03_gradients": 4}[lesson]
     for name in asked:

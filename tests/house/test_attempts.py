@@ -3,11 +3,11 @@
 import ast
 import contextlib
 import io
-import json
 import re
 
 import pytest
 import submissions
+from cells import sources_of
 from thorough import sample
 
 from zero_minimal import notebook
@@ -18,12 +18,6 @@ from zero_minimal.pictures.ring_chart import draw_attempt
 
 LESSONS = lessons.found()
 RINGS, GRADIENTS = LESSONS["00_collectives"], LESSONS["03_gradients"]
-
-
-def cells_of(lesson):
-    """{id: source} of the code cells of a lesson's notebook."""
-    book = json.loads((lessons.HOUSE / "notebooks" / f"{lesson.name}.ipynb").read_text())
-    return {cell["id"]: "".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"}
 
 
 # ------------------------------------------------------------------------------------------------------- is read anew
@@ -99,7 +93,7 @@ def drawn(tmp_path_factory):
         prepared = set()
 
         def drawn(lesson, text):
-            cells = cells_of(lesson)
+            cells = sources_of(lesson.name)
             if lesson.name == "03_gradients" and not prepared:
                 setup = cells["cell-03"].replace("Settings()", "Settings(layers=2, hidden=48)")
                 world.run(setup.partition("\n")[2])

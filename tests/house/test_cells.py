@@ -1,6 +1,9 @@
 """Cells marked %%px: who waits for ever is found, who only works or sleeps is left alone; what a failed cell leaves;
 what the ranks say arrives, and while they still run."""
 
+import contextlib
+import os
+import signal
 import threading
 import time
 import weakref
@@ -8,6 +11,7 @@ import weakref
 import pytest
 import torch
 from jupyter_client.manager import start_new_kernel
+from processes import alive
 from thorough import sample
 
 from zero_minimal import notebook
@@ -40,11 +44,102 @@ def world_of(worlds):
             worlds.pop(count).stop()
 
 
-def message_of(world, code, **options):
-    """The message of a cell that must fail."""
+@pytest.fixture
+def world(world_of):
+    return world_of(3)
+
+
+def message_of(world, code, within=LONG, **options):
+    """The message of a cell that must fail within so many seconds."""
+    began = time.monotonic()
     with pytest.raises(notebook.CellError) as caught:
         world.run(code, **options)
+    assert time.monotonic() - began < within, "the message came late"
     return str(caught.value)
+
+
+ALL_ALIKE = "collectives.all_reduce(x, op='sum')"
+
+
+def assert_works(world):
+    """The ranks of the world speak with each other."""
+    world.run(f"x = torch.tensor([10.0**rank])\n{ALL_ALIKE}")
+    assert world["x.item()"] == [111.0] * 3
+
+
+def test_cells_run_on_every_rank(world, capsys):
+    world.run("import math\nx = torch.full((2,), 10.0**rank)\nprint('hello')\nrank, world_size, device.type")
+    assert capsys.readouterr().out.splitlines() == [
+        line for rank in range(3) for line in (f"rank {rank} │ hello", f"rank {rank} │ ({rank}, 3, 'cpu')")
+    ]
+    world.run(f"{ALL_ALIKE}\nx")
+    assert capsys.readouterr().out == "all ranks │ tensor([111., 111.])\n", "the same on all: told once"
+    assert all(torch.equal(x, torch.full((2,), 111.0)) for x in world["x"])
+    assert world["math.floor(x[0]) + rank"] == [111, 112, 113]
+
+
+def test_an_error_on_one_rank_ends_the_cell(world):
+    text = message_of(world, f"x = torch.ones(2)\nif rank == 1:\n    x.view(5)\n{ALL_ALIKE}", within=6)
+    assert "rank 1 failed: RuntimeError: shape '[5]' is invalid" in text
+    assert "rank 1, line 3: x.view(5)" in text
+    for rank in (0, 2):
+        assert f"rank {rank}, line 4: {ALL_ALIKE}" in text, "who waited for it is named"
+    assert "keep their variables" in text
+    assert "x.view(5)" in world.tracebacks[1]
+    assert world["x.tolist()"] == [[1.0, 1.0]] * 3, "variables are gone"
+    assert_works(world)
+
+
+@pytest.mark.parametrize("code, words", [
+    ("def f(:", "all ranks failed: SyntaxError"),
+    ("import sys\nsys.exit(3)", "all ranks failed: SystemExit: 3"),
+    ("collectives.reduce_scatter(torch.empty(2), torch.empty(5))", "5 elements are not 3 times the output's 2"),
+])
+def test_the_same_error_on_all_ranks_is_told_once(world, code, words):
+    text = message_of(world, code)
+    assert words in text
+    assert text.count("line ") == 1 + text.count("%%px"), text  # a SyntaxError names the cell once more
+    assert_works(world)
+
+
+@pytest.mark.thorough
+def test_who_waits_longer_may_say_so(world):
+    world.run("import threading\nthreading.Timer(2, lambda: rank or dist.send(torch.ones(1), 1)).start()\n"
+              "if rank == 1: dist.recv(torch.ones(1), 0)", patience=20.0)
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds):
+    """This process gets a SIGINT then, and heeds it: what a script starts in the background would ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(30)
+def test_an_interrupt_reaches_the_ranks(world):
+    with interrupted_after(1.0):
+        text = message_of(world, "if rank == 0:\n    while True: pass\ndist.barrier()", within=6)
+    assert text.startswith("interrupted")
+    assert "rank 0, line 2" in text and "rank 1, line 3: dist.barrier()" in text
+    assert_works(world)
+
+
+@pytest.mark.thorough
+def test_a_rank_that_dies_is_told_and_all_start_again(world, capsys):
+    before = world.processes
+    text = message_of(world, "import os\nprint('so far')\nif rank == 2:\n    os._exit(7)\ndist.barrier()")
+    assert "all ranks │ so far" in capsys.readouterr().out
+    assert "rank 2: ended, exit code 7" in text and "variables are gone" in text
+    assert not any(map(alive, before)), "ranks of before still live"
+    assert_works(world)
 
 
 # ------------------------------------------------------------------------------------------------- who waits for ever
@@ -71,13 +166,11 @@ STUCK = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("ranks", sample((2, 4, 6), [4]))
 def test_all_receive_at_default_patience(world_of, ranks):
-    began = time.monotonic()
     text = message_of(world_of(ranks), f"{NEIGHBOURS}dist.recv(x, right)")
     assert text.startswith("stuck: for 5 s each rank has waited for another one.")
     for rank in range(ranks):
         assert f"rank {rank}, line 3: dist.recv(x, right)    (waits in recv from rank {(rank + 1) % ranks})" in text
     assert "keep their variables: mend the cell" in text
-    assert time.monotonic() - began < LONG, "found late"
 
 
 @pytest.mark.thorough
@@ -227,8 +320,7 @@ def test_groups_that_end_are_named(world_of):
     ("(i for i in [])", "world['(i for i in [])']: TypeError: an object of type generator cannot be sent to the "
                         "notebook (cannot pickle 'generator' object): ask for a part of it, or for its repr()"),
 ])
-def test_a_value_that_is_not_there_takes_one_line(world_of, expression, words):
-    world = world_of(3)
+def test_a_value_that_is_not_there_takes_one_line(world, expression, words):
     with pytest.raises(notebook.CellError) as caught:
         world[expression]
     assert str(caught.value) == words
@@ -236,8 +328,7 @@ def test_a_value_that_is_not_there_takes_one_line(world_of, expression, words):
     assert world["rank"] == [0, 1, 2]
 
 
-def test_objects_of_a_class_made_in_a_cell(world_of):
-    world = world_of(3)
+def test_objects_of_a_class_made_in_a_cell(world):
     world.run("class Point:\n    def __init__(self, x): self.x = x\n    def twice(self): return 2 * self.x")
     world.run("p = Point(rank)")
     assert [point.twice() for point in world["p"]] == [0, 2, 4]

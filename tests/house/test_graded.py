@@ -9,7 +9,6 @@ from torch import optim
 from toys import Recipe
 
 from zero_minimal.classroom import guard, messages
-from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.lessons import found
 from zero_minimal.processes import ranks
 
@@ -26,25 +25,6 @@ def test_what_caps_a_step_is_one_of_its_checks(lesson):
         for check, most in step.core.items():
             assert f"def {check}(" in text and wrong[check] == step.number
             assert 0 < most < step.points
-
-
-def test_a_step_whose_point_is_missed_is_capped():
-    lesson = LESSONS["03_gradients"]
-    step, core = lesson.steps[0], "test_no_whole_gradients_during_backward"
-    grades = Grades(lesson)
-    grades.add(1, "one", 32, True)
-    grades.add(1, core, 8, False, "whole gradients pile up")
-    points, message = grades.of(step)
-    assert points == step.core[core] == 10
-    assert message.startswith("whole gradients pile up\n") and "10 points at most" in message
-    grades = Grades(lesson)
-    grades.add(1, core, 8, True)
-    grades.add(1, "one", 32, False, "wrong")
-    assert grades.of(step) == (8, "wrong")  # the cap is for its own check
-    grades = Grades(lesson)
-    grades.add(1, "one", 5, True)
-    grades.add(1, core, 8, False, "whole gradients pile up")
-    assert grades.of(step) == (5, "whole gradients pile up")  # nothing to take away
 
 
 def names():

@@ -1,7 +1,6 @@
 """Bug hunts: each record shows one cause alone; what is said of a wrong answer is true; the pages say what was run."""
 
 import functools
-import importlib.util
 import json
 import re
 import time
@@ -9,6 +8,7 @@ import tomllib
 
 import pages
 import pytest
+import submissions
 import texts
 
 from zero_minimal.classroom import hunt
@@ -354,14 +354,7 @@ def test_the_teachers_page_has_the_answers_and_what_the_experiments_showed():
     for name in RECORDS:
         row = re.search(rf"^\| {name} \| `(.+?)` \| `(.+?)` \| `(.+?)` \|$", TEACHER, re.MULTILINE)
         assert row and row[1] == true_cause(name) and row[2] in rivals(row[1]) and row[3] == experiment_of(name)
-    assert experiments_module().table(ran()) in TEACHER
-
-
-def experiments_module():
-    spec = importlib.util.spec_from_file_location("bug_hunts_experiments", CODE / "experiments.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    assert submissions.module_in(CODE / "experiments.py").table(ran()) in TEACHER
 
 
 def test_the_names_on_the_page_are_the_names_in_a_file():

@@ -1,6 +1,5 @@
-"""Notebooks: ranks start with one line, say what went wrong, and never outlive the notebook; what the pictures show."""
+"""Notebooks: ranks start with one line, and never outlive the notebook; what the files hold and the pictures show."""
 
-import contextlib
 import itertools
 import json
 import math
@@ -8,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -36,118 +34,6 @@ from zero_minimal.pictures.time_line import draw_time_line
 from zero_minimal.pictures.traffic_chart import draw_ring_traffic, draw_sent_by_stage
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-
-ALL_ALIKE = "collectives.all_reduce(x, op='sum')"
-
-
-@pytest.fixture(scope="module")
-def shared():
-    """The world that the tests of this file share, in a list; empty until the first one asks for it."""
-    worlds = []
-    yield worlds
-    for world in worlds:
-        world.stop()
-
-
-@pytest.fixture
-def world(shared):
-    """Three ranks. A test that fails and leaves them at work takes them along: the next one gets others."""
-    if not shared:
-        shared.append(notebook.World(3, "cpu"))
-    yield shared[0]
-    if shared[0]._client.outstanding:
-        shared.pop().stop()
-
-
-def message_of(world, code, within=6, **options):
-    """The message of a cell that must fail, and the seconds until it came."""
-    began = time.monotonic()
-    with pytest.raises(notebook.CellError) as caught:
-        world.run(code, **options)
-    assert time.monotonic() - began < within, "the message came late"
-    return str(caught.value)
-
-
-def assert_works(world):
-    """The ranks of the world speak with each other."""
-    world.run(f"x = torch.tensor([10.0**rank])\n{ALL_ALIKE}")
-    assert world["x.item()"] == [111.0] * 3
-
-
-def test_cells_run_on_every_rank(world, capsys):
-    world.run("import math\nx = torch.full((2,), 10.0**rank)\nprint('hello')\nrank, world_size, device.type")
-    assert capsys.readouterr().out.splitlines() == [
-        line for rank in range(3) for line in (f"rank {rank} │ hello", f"rank {rank} │ ({rank}, 3, 'cpu')")
-    ]
-    world.run(f"{ALL_ALIKE}\nx")
-    assert capsys.readouterr().out == "all ranks │ tensor([111., 111.])\n", "the same on all: told once"
-    assert all(torch.equal(x, torch.full((2,), 111.0)) for x in world["x"])
-    assert world["math.floor(x[0]) + rank"] == [111, 112, 113]
-
-
-def test_an_error_on_one_rank_ends_the_cell(world):
-    text = message_of(world, f"x = torch.ones(2)\nif rank == 1:\n    x.view(5)\n{ALL_ALIKE}")
-    assert "rank 1 failed: RuntimeError: shape '[5]' is invalid" in text
-    assert "rank 1, line 3: x.view(5)" in text
-    for rank in (0, 2):
-        assert f"rank {rank}, line 4: {ALL_ALIKE}" in text, "who waited for it is named"
-    assert "keep their variables" in text
-    assert "x.view(5)" in world.tracebacks[1]
-    assert world["x.tolist()"] == [[1.0, 1.0]] * 3, "variables are gone"
-    assert_works(world)
-
-
-@pytest.mark.parametrize("code, words", [
-    ("def f(:", "all ranks failed: SyntaxError"),
-    ("import sys\nsys.exit(3)", "all ranks failed: SystemExit: 3"),
-    ("collectives.reduce_scatter(torch.empty(2), torch.empty(5))", "5 elements are not 3 times the output's 2"),
-])
-def test_the_same_error_on_all_ranks_is_told_once(world, code, words):
-    text = message_of(world, code)
-    assert words in text
-    assert text.count("line ") == 1 + text.count("%%px"), text  # a SyntaxError names the cell once more
-    assert_works(world)
-
-
-@pytest.mark.thorough
-def test_who_waits_longer_may_say_so(world):
-    world.run("import threading\nthreading.Timer(2, lambda: rank or dist.send(torch.ones(1), 1)).start()\n"
-              "if rank == 1: dist.recv(torch.ones(1), 0)", patience=20.0)
-
-
-@contextlib.contextmanager
-def interrupted_after(seconds):
-    """This process gets a SIGINT then, and heeds it: what a script starts in the background would ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(30)
-def test_an_interrupt_reaches_the_ranks(world):
-    with interrupted_after(1.0):
-        text = message_of(world, "if rank == 0:\n    while True: pass\ndist.barrier()")
-    assert text.startswith("interrupted")
-    assert "rank 0, line 2" in text and "rank 1, line 3: dist.barrier()" in text
-    assert_works(world)
-
-
-@pytest.mark.thorough
-def test_a_rank_that_dies_is_told_and_all_start_again(world, capsys):
-    before = world.processes
-    text = message_of(world, "import os\nprint('so far')\nif rank == 2:\n    os._exit(7)\ndist.barrier()", within=30)
-    assert "all ranks │ so far" in capsys.readouterr().out
-    assert "rank 2: ended, exit code 7" in text and "variables are gone" in text
-    assert not any(map(alive, before)), "ranks of before still live"
-    assert_works(world)
-
 
 def test_the_environment_has_the_last_word(monkeypatch):
     monkeypatch.setenv("ZERO_RANKS", "two")

@@ -260,25 +260,17 @@ def test_the_command_of_the_page_has_offload_too(tmp_path, capsys):
 # -------------------------------------------------------------------------------------------------------- in a notebook
 
 
-def test_sliders_of_a_notebook_say_what_plan_says(monkeypatch):
+def test_sliders_of_a_notebook_are_the_page_with_its_initial_values(monkeypatch):
     monkeypatch.delenv("ZERO_READING", raising=False)
-    made = slider_cell.Sliders(parameters=1.5e9, data_parallel=8, kept="P_a", batch=16, device="T4", dtype="bf16",
-                           offload="cpu")
-    assert made.told is None and "model-parallel ranks" in made.words.value  # what cannot be planned is said
-    made.controls["model_parallel"].value = 4
-    wanted = what_if.asked(what_if.setting(1.5e9, 8, 4, "bf16", "P_a", 16, device="T4", offload="cpu"))
-    assert f"host keeps {size_text(wanted['rows'][3]['host_bytes'])}" in html.unescape(made.words.value)
-    assert made.told == wanted and made.told["rows"][3]["fits"]
-    assert bytes(made.picture.value).startswith(b"\x89PNG")
-    for row in wanted["rows"]:
-        assert f"{row['together'] / 1e9:.2f}" in made.words.value and size_text(row["sent_bytes"]) in made.words.value
-
-
-@pytest.mark.parametrize(("start", "said"), [({"ranks": 3}, "there are parameters, "), ({"batch": 3}, "stops at 1, 2,"),
-                                             ({"device": "V100"}, "stops at T4, ")])
-def test_a_start_that_no_slider_has_is_answered_with_those_there_are(start, said):
-    with pytest.raises(ValueError, match=said):
-        slider_cell.Sliders(**start)
+    shown = []
+    monkeypatch.setattr(slider_cell, "display", lambda data, raw: shown.append(data["text/html"]))
+    slider_cell.sliders()
+    assert html.unescape(shown[0].partition('"')[2].partition('" style')[0]) == PAGE.read_text()
+    slider_cell.sliders(parameters=1.5e9, data_parallel=8, batch=3, device="T4")
+    page = html.unescape(shown[1])
+    assert '"device":"T4"' in page and '"size":1500000000' in page and '"batch":3' in page
+    with pytest.raises(TypeError, match="ranks"):
+        slider_cell.sliders(ranks=3)
 
 
 def test_who_only_reads_gets_picture_and_tables(monkeypatch, capsys):
@@ -298,5 +290,5 @@ def test_a_notebook_shows_them(monkeypatch):
     nbclient.NotebookClient(book, timeout=60).execute()
     shown = [{kind for output in cell.outputs for kind in output.get("data", [output.get("name")])}
              for cell in book.cells]
-    assert "application/vnd.jupyter.widget-view+json" in shown[0] and shown[1] == {"text/plain", "image/png", "stdout"}
+    assert shown == [{"text/plain", "text/html"}, {"text/plain", "image/png", "stdout"}]
     assert "stderr" not in shown[0]

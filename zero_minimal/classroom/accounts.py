@@ -106,6 +106,7 @@ def descendants(process: int) -> list[int]:
 
 
 def lives(process: int) -> bool:
+    """Whether a process runs: one that has ended, and whose parent has not asked for it, does not."""
     with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as status:
         return status.read().rpartition(")")[2].split()[0] != "Z"
     return False

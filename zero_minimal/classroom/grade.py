@@ -21,6 +21,7 @@ from zero_minimal.classroom.submission import syntax_error, text_of
 from zero_minimal.classroom.watch import watch
 from zero_minimal.programs import progress, record
 from zero_minimal.programs.words import paragraph
+from zero_minimal.workload.settings import output_file
 
 KEPT = "Points of lessons/NN_name/assignment.py are kept for `progress`; those of any other file are not."
 
@@ -164,8 +165,8 @@ def _calls(arguments: list[str], lessons: dict[str, Lesson]) -> list[Call]:
     parser.add_argument("--step", metavar="NUMBER", help="grade only this step; full marks are then those of this step")
     parser.add_argument("--watch", action="store_true", help="whenever the file is saved, grade again what is not "
                         "right yet; the first failure is shown at once. Ctrl-C ends it (exit code 130)")
-    parser.add_argument("--json", type=_writable, metavar="FILE", help="also write results.json for Gradescope")
-    parser.add_argument("--html", type=_writable, metavar="FILE", help="also write a page: the points, and the "
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write results.json for Gradescope")
+    parser.add_argument("--html", type=output_file, metavar="FILE", help="also write a page: the points, and the "
                         "pictures of this attempt that the last section of the lesson's notebook draws")
     options = parser.parse_args(arguments)
     if options.file.is_dir():
@@ -199,15 +200,6 @@ def _calls_of_folder(parser, options, lessons: dict[str, Lesson]) -> list[Call]:
     for file in unknown:
         print(f"{file} is not graded: its folder is none of the lessons'")
     return calls
-
-
-def _writable(path: str) -> Path:
-    try:
-        Path(path).touch()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{path!r} cannot be written ({error.strerror}): name a file in a folder that "
-                                         "exists") from None
-    return Path(path)
 
 
 def _open_part(parser, options) -> Lesson | None:

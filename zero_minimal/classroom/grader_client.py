@@ -12,11 +12,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from zero_minimal.classroom.accounts import Busy, end_all_below
 from zero_minimal.classroom.grades import Grades
-from zero_minimal.classroom.judging import SECONDS, SILENCE, UNREAD, Reported, lines, reports
+from zero_minimal.classroom.judging import SILENCE, UNREAD, Reported, lines, reports
 from zero_minimal.classroom.lessons import HOUSE, Lesson, Step
 from zero_minimal.classroom.submission import text_of
 from zero_minimal.programs import progress
@@ -88,16 +89,33 @@ class GraderClient:
 
     def reports(self, source: str, tests: list[str], reported: Reported, tick: float = NEVER) -> contextlib.closing:
         """Grade this text of the file with these tests, in this order: a context with the iterator of
-        judging.reports(), which also yields at each tick."""
-        def begin(done: list[str], seconds: float) -> Run:
-            return self.begin(source, [test for test in tests if test not in done], seconds, tick)
-
+        judging.reports()."""
         reported.announced({test: self.tests[test] for test in tests})
-        return contextlib.closing(reports(begin, reported, SECONDS))
+        return contextlib.closing(reports(self, source, reported, tick))
 
-    def begin(self, source: str, tests: list[str], seconds: float, tick: float) -> "Run":
-        """One run of a judge: a context with `lines()`."""
-        return Run(self, source, tests, seconds, tick)
+    @contextlib.contextmanager
+    def begin(self, source: str, tests: list[str], seconds: float, tick: float) -> Iterator["Run"]:
+        """One run of a judge. Leaving the context ends it at any point."""
+        if not self.is_ready():
+            self.wait_until_ready()
+        self.output.truncate(0)
+        reads, writes = os.pipe()
+        run = Run(reads, tick)
+        try:
+            try:
+                self.ask({"source": source, "tests": tests, "seconds": seconds}, writes)
+            finally:
+                os.close(writes)
+            yield run
+        finally:
+            os.close(reads)
+            run.printed = self.printed()
+            try:
+                self.ask({})
+                run.code = json.loads(next(lines(self.control.fileno(), SILENCE)))["code"]
+            except (RuntimeError, StopIteration):  # gone or stuck: the next grade starts another judge
+                self.process.kill()
+                self.process.wait()
 
     def ask(self, request: dict, *descriptors: int) -> None:
         """Raises: RuntimeError if it is gone."""
@@ -124,37 +142,16 @@ class GraderClient:
         self.output.close()
 
 
+@dataclass
 class Run:
-    """One grade by a waiting judge. Leaving the context ends it at any point."""
+    """One grade by a judge. `printed` and `code` are the judge's, once it has ended."""
 
-    def __init__(self, standby: GraderClient, source: str, tests: list[str], seconds: float, tick: float):
-        self.standby, self.tick = standby, tick
-        self.request = {"source": source, "tests": tests, "seconds": seconds}
-
-    def __enter__(self) -> "Run":
-        if not self.standby.is_ready():
-            self.standby.wait_until_ready()
-        self.pipe, theirs = os.pipe()
-        self.standby.output.truncate(0)
-        try:
-            self.standby.ask(self.request, theirs)
-        except RuntimeError:
-            os.close(self.pipe)
-            raise
-        finally:
-            os.close(theirs)
-        return self
+    pipe: int  # with its reports
+    tick: float
+    is_late: bool = False  # it was silent for too long
+    printed: str = ""
+    code: int | None = None
 
     def lines(self) -> Iterator[bytes]:
         """The judge's reports; b"" if none came for a tick."""
         self.is_late = yield from lines(self.pipe, tick=self.tick)
-
-    def __exit__(self, *error) -> None:
-        os.close(self.pipe)
-        self.printed, self.code = self.standby.printed(), None
-        try:
-            self.standby.ask({})
-            self.code = json.loads(next(lines(self.standby.control.fileno(), SILENCE)))["code"]
-        except (RuntimeError, StopIteration):  # gone or stuck: the next grade starts another judge
-            self.standby.process.kill()
-            self.standby.process.wait()

@@ -9,6 +9,7 @@ line of JSON with the pipe for reports; one without a source ends the current gr
 code.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -83,9 +84,6 @@ class Server:
         os.kill(self.judge, signal.SIGKILL)  # its number is not reused until we have waited for it
         _, status = os.waitpid(self.judge, 0)
         self.judge = 0
-        try:
+        with contextlib.suppress(OSError):  # it was ended: each later judge starts another one (supervisor.py)
             self.fork_server.begin_anew()
-        except OSError:  # it was ended
-            self.fork_server = ForkServer(self.places)
-            self.fork_server.wait_until_ready()
         return os.waitstatus_to_exitcode(status)

@@ -21,7 +21,7 @@ class Grades:
     def __init__(self, lesson: Lesson, steps: tuple[Step, ...] = ()):
         self.lesson, self.results, self.steps = lesson, [], steps or lesson.steps
         self.earlier: set[Step] = set()
-        self._said = None  # the last message shown, and its step
+        self._said = "", ""  # the last message shown, and its step
 
     def add(self, step: int, check: str, points: float, passed: bool, message: str = "") -> None:
         self.results.append((step, check, points, passed, message))
@@ -89,11 +89,10 @@ class Grades:
     def show(self, step: Step) -> None:
         points, message = self.of(step)
         print(head(step, f"{points:3g} of {step.points:g}"), flush=True)
-        said, self._said = self._said, (message, step.label)
-        if said and message and message == said[0]:  # a message on all steps is shown once
-            self._said = said
-            tell(f"The reason is the one of {said[1]}.")
+        if message and message == self._said[0]:  # a message on all steps is shown once
+            tell(f"The reason is the one of {self._said[1]}.")
         else:
+            self._said = message, step.label
             tell(message)
 
 

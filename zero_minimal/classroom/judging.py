@@ -10,8 +10,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterator
 
 from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.grades import Grades
@@ -28,18 +27,18 @@ DOWN = ("the grader's own process was brought down while this test ran{}: memory
 SIGNALLED = ". A submission may not signal other processes"
 
 
-def reports(begin: Callable[[list[str], float], AbstractContextManager], reported: "Reported",
-            seconds: float) -> Iterator[None]:
-    """Read the reports of one judge after the other, until all tests are done; yield after each line.
+def reports(client, source: str, reported: "Reported", tick: float) -> Iterator[None]:
+    """Read the reports of one judge after the other on this text, until all announced tests are done; yield after each
+    line, and at each tick.
 
-    Args: begin(done, left): starts a judge for all tests except those in `done`, with `left` seconds. A judge that
-        crashes has used up its wall-clock time.
+    Args: client.begin(source, tests, seconds, tick): a context with a judge (grader_client.py). A judge that crashes
+        has used up its wall-clock time.
     Raises: RuntimeError if the tests themselves cannot run; Busy.
     """
-    left = seconds
+    left = SECONDS
     while not reported.ended:
-        began = time.monotonic()
-        with begin(reported.done, left) as judge:
+        began, tests = time.monotonic(), [test for test in reported.tests if test not in reported.done]
+        with client.begin(source, tests, left, tick) as judge:
             for line in judge.lines():
                 if line:
                     reported.take(line)
@@ -106,8 +105,9 @@ class Reported:
     def fail_the_rest(self, message: str) -> None:
         """Fail the tests that could not begin, one by one: a step whose core did not run earns what it earns without
         its core."""
-        for test in [test for test in self.tests if test not in self.done]:
-            self._add(test, False, message)
+        for test in self.tests:
+            if test not in self.done:
+                self._add(test, False, message)
         self.ended = True
 
     def announced(self, tests: dict[str, dict]) -> None:

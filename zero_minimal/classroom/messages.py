@@ -35,15 +35,14 @@ def of_failure(error: Exception, path: str) -> str:
     if isinstance(error, TimeoutError):
         return _stuck(str(error), path)
     if isinstance(error, RankError):
-        if isinstance(error.__cause__, Fault):
-            words, _, stack = str(error.__cause__).partition(DIED_AT)  # of its host, if it has one
-            words += _when(_FRAME.findall(stack), path)
-            return words if UNWRITTEN in words else f"rank {error.rank}: {words}"
-        words = str(error).split("failed:\n", 1)[-1].split("\n(after it")[0].strip()
-        words, _, stack = words.partition(DIED_AT)
-        if "\n" in words:  # our traceback: the rank could not even begin or end
+        fault = isinstance(error.__cause__, Fault)
+        words = str(error.__cause__) if fault else str(error).split("failed:\n", 1)[-1].split("\n(after it")[0].strip()
+        words, _, stack = words.partition(DIED_AT)  # a fault may have the stack of its host
+        if not fault and "\n" in words:  # our traceback: the rank could not even begin or end
             words = words.splitlines()[-1]
         words += _when(_FRAME.findall(stack), path)
+        if fault:
+            return words if UNWRITTEN in words else f"rank {error.rank}: {words}"
         if "SIGABRT" in words:
             words += (". gloo ends a rank when a message is larger than expected: do all ranks call the same "
                       "collectives in the same order, with the same sizes? Or was memory freed that was being sent?")

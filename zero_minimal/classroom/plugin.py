@@ -48,6 +48,7 @@ class Runner:
         self.patience = submission.lesson.patience  # seconds
         self.until = self.supervisor.spent + seconds
         self.tell = lambda **entries: None  # tells the grader that ranks run, or cannot
+        self.accounts = []  # what the kernel counted in the last run, for each rank
 
     def install(self) -> None:
         """Install it in toys, where tests look. The secrets seed random numbers: a rank knows only its own."""
@@ -56,13 +57,8 @@ class Runner:
         toys.runner = self
         toys.secrets, toys.data_secrets = self.supervisor.secrets, self.supervisor.data_secrets
 
-    @property
-    def accounts(self) -> list:
-        """What the kernel counted in the last run, for each rank."""
-        return self.supervisor.accounts
-
     def __call__(self, function, world_size, *args, timeout=float("inf"), fresh=False, counted=False):
-        """fresh: each rank is a separate Python, as under torchrun. counted: fill `accounts`."""
+        """fresh: each rank is a separate Python, as under torchrun. counted: `accounts` are then this run's."""
         left = self.until - self.supervisor.spent
         if left < 1:
             pytest.fail(USED_UP, pytrace=False)
@@ -80,12 +76,10 @@ class Runner:
             raise
         except ChildProcessError as error:
             pytest.fail(f"{error}: a submission may not signal other processes", pytrace=False)
+        self.accounts = self.supervisor.accounts
         if self.supervisor.left:
             pytest.fail(f"it left {self.supervisor.left} of its processes running", pytrace=False)
         return found
-
-    def close(self) -> None:
-        self.supervisor.close()
 
 
 def in_words(error: BaseException, path: str, hints: dict) -> str:
@@ -151,7 +145,6 @@ class Grading:
 
     def pytest_sessionfinish(self):
         if self.runner:  # otherwise the tests could not even be read
-            self.runner.close()
             self._tell(end=True)
             os._exit(0)  # Python's exit handlers belong to the server
 

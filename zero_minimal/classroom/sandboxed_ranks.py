@@ -77,9 +77,8 @@ class HostHandle(Process):
     held_before: int | None = None
     most: int = 0
 
-    def look(self) -> int:
+    def look(self) -> None:
         self.most = max(self.most, (held_by(self.process) or 0) - (self.held_before or 0))
-        return self.most
 
 
 @dataclass(eq=False)
@@ -92,7 +91,6 @@ class RankHandle(Process):
     sent_before: int | None = None
     held_before: int | None = None
     most: int = 0
-    most_of_hosts: int = 0
     has_data: bool = False
 
     def close(self) -> None:
@@ -138,7 +136,8 @@ class RankHandle(Process):
 
     def look(self) -> None:
         self.most = max(self.most, held_by(self.process) or 0)
-        self.most_of_hosts = max(self.most_of_hosts, sum(host.look() for host in self.hosts))
+        for host in self.hosts:
+            host.look()
 
     def account(self, answer: bytes) -> Account:
         """The rank's Account, without the bytes of its answer."""
@@ -146,7 +145,7 @@ class RankHandle(Process):
         sent = None if self.sent_before is None or after is None else after - self.sent_before - HEAD - len(answer)
         if self.held_before is None:
             return Account(sent, None)
-        return Account(sent, self.most - self.held_before, self.most_of_hosts)
+        return Account(sent, self.most - self.held_before, sum(host.most for host in self.hosts))
 
 
 class ForkServer:

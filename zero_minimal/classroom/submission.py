@@ -55,15 +55,12 @@ class Submission:
     def __getattr__(self, name):
         if name.startswith("_"):  # pickle looks for such names
             raise AttributeError(name)
-        if not hasattr(self._module(), name):
+        if not hasattr(self.load(), name):
             raise AttributeError(f"the file has no {name}: keep the names of the assignment")
-        return getattr(self._module(), name)
+        return getattr(self.load(), name)
 
-    def load(self) -> None:
+    def load(self) -> types.ModuleType:
         """Run the file, unless that has been done."""
-        self._module()
-
-    def _module(self):
         if NAME not in sys.modules:
             module = sys.modules[NAME] = types.ModuleType(NAME)
             module.__file__ = self.path

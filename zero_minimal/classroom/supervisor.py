@@ -1,13 +1,10 @@
 """Supervisor: the judge's side of the ranks that run a submission. It starts and times them, measures their memory and
 traffic through the kernel, reads their results as data, and ends all processes that they leave.
 
-Nothing here trusts a rank. It can send only data of limited size; its memory and traffic are read in /proc, where it
-cannot write; and its processes are searched there until none is left. Time while other programs have the processors
-does not count.
+Nothing here trusts a rank (sandboxed_ranks.py). Time while other programs have the processors does not count.
 """
 
 import json
-import os
 import secrets
 import select
 import signal
@@ -46,8 +43,7 @@ class Supervisor:
                  fork_server: ForkServer | None = None):
         self.folder = None if places else tempfile.TemporaryDirectory(prefix="grading-")
         self.places = places or stage(lesson, submission, Path(self.folder.name))
-        earlier = [int(name) for name in os.listdir(self.places["runs"]) if name.isdigit()]
-        self.fork_server, self.number = fork_server, max(earlier, default=0)  # each run gets a new folder
+        self.fork_server = fork_server
         self.accounts, self.left = [], 0
         self.spent = 0.0  # seconds of all runs so far, as Clock counts them
         self.beat = lambda: None  # called regularly while ranks run
@@ -63,8 +59,7 @@ class Supervisor:
         """
         work, handles = cloudpickle.dumps((function, args)), []
         fork_servers = self._fork_servers(world_size, fresh)
-        self.number += 1
-        folder = f"{self.places['runs']}/{self.number}"
+        folder = f"{self.places['runs']}/{secrets.token_hex(8)}"  # a new one, which the ranks make
         clock = Clock()
         try:
             for rank, fork_server in enumerate(fork_servers):
@@ -86,24 +81,22 @@ class Supervisor:
         """A fork server for each rank."""
         if fresh:
             fork_servers = [ForkServer(self.places, hash_seed=rank + 1) for rank in range(world_size)]
-        else:
-            if self.fork_server and self.fork_server.lives():
-                return [self.fork_server] * world_size
-            self.close_nursery()
+            for fork_server in fork_servers:
+                fork_server.wait_until_ready()
+            return fork_servers
+        if not (self.fork_server and self.fork_server.lives()):
+            self._end_fork_server()
             self.fork_server = ForkServer(self.places)
-            fork_servers = [self.fork_server] * world_size
-        for fork_server in dict.fromkeys(fork_servers):
-            fork_server.wait_until_ready()
-        return fork_servers
+            self.fork_server.wait_until_ready()
+        return [self.fork_server] * world_size
 
-    def close_nursery(self) -> None:
+    def _end_fork_server(self) -> None:
         if self.fork_server:
             self.fork_server.close()
-            self.fork_server = None
 
     def close(self) -> None:
         if self.folder:  # otherwise they belong to the caller
-            self.close_nursery()
+            self._end_fork_server()
             self.folder.cleanup()
 
     def _gather(self, handles: list[RankHandle], work: bytes, clock: Clock, timeout: float, counted: bool) -> list:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import ipyparallel
 
-from zero_minimal.notebook import printed
 from zero_minimal.notebook import rank as notebook_rank
+from zero_minimal.notebook import stack_inspection
 from zero_minimal.notebook.errors import NotHere, Told
-from zero_minimal.notebook.screen import Screen, stand
+from zero_minimal.notebook.printed import Printed, Screen, stand
 
 PATIENCE = 5.0  # seconds of all ranks waiting for each other after which a cell counts as stuck
 LOOK_EVERY = 0.25  # seconds
@@ -64,7 +64,7 @@ class Cell:
     def __init__(self, client, folder: Path, processes: list[BaseProcess], code: str, name: str, value: bool = False):
         self.folder, self.name, self.processes, self.everybody = folder, name, processes, range(len(processes))
         files = [folder / f"{rank}.printed{next(_numbers)}" for rank in self.everybody]
-        self.printed = [printed.Printed(file) for file in files]
+        self.printed = [Printed(file) for file in files]
         self.answers = [client[rank].apply_async(notebook_rank.run_cell, code, name, files[rank], value)
                         for rank in self.everybody]
         self.positions: dict[int, dict] = {}  # where each rank was when it last answered
@@ -158,10 +158,9 @@ class Cell:
         try:
             return answer.get()
         except ipyparallel.error.IPythonError as error:  # an interrupt that arrived after the cell
-            failure = {"kind": type(error).__name__, "message": str(error), "traceback": str(error), "lost": True,
-                       "line": None, "source": "", "earlier": False, "inside": "", "attempt": "", "in_a_stage": True,
-                       "told": False}
-            return b"", failure, (0, 0)
+            return b"", stack_inspection.NOWHERE | {
+                "kind": type(error).__name__, "message": str(error), "traceback": str(error), "lost": True,
+                "in_a_stage": True, "told": False}, (0, 0)
 
     def left_half_done(self) -> bool:
         """Whether stages may have been stopped in the middle of their work (see recovery.py)."""

@@ -7,6 +7,7 @@ The kernel may be closed, restarted or killed. The controller notices, and kills
 ranks and the processes that they have started.
 """
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -28,7 +29,10 @@ def process(function: Callable, folder: str, group: int, *args) -> None:
     for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
         os.dup2(file, number)
     try:
-        while not _entered(group):
+        while True:
+            with contextlib.suppress(PermissionError):  # the controller does not lead its group yet
+                os.setpgid(0, group)
+                break
             time.sleep(0.01)
         function(folder, *args)
     except BaseException as error:
@@ -36,14 +40,6 @@ def process(function: Callable, folder: str, group: int, *args) -> None:
     finally:
         sys.stderr.flush()
         os._exit(1)
-
-
-def _entered(group: int) -> bool:
-    try:
-        os.setpgid(0, group)
-    except PermissionError:  # the controller does not lead its group yet
-        return False
-    return True
 
 
 def controller(folder: str) -> None:

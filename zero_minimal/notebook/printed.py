@@ -2,6 +2,7 @@
 
     a rank       with printed.into(file, shell): …     each piece is appended, as a line of JSON
     notebook     Printed(file).read()                  all new pieces
+                 Screen().update(…)                    shows them while the cell runs; at its end, show() replaces that
 """
 
 import contextlib
@@ -10,16 +11,20 @@ import io
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from IPython import get_ipython
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.pylabtools import print_figure
+from IPython.display import clear_output, display
 
 LIMIT = 500_000  # characters per rank and cell: an endless loop of prints must not fill the disk
 DPI = 90  # resolution of pictures
 WIDGET = "application/vnd.jupyter.widget-view+json"
+SOON = 1.0  # seconds: a shorter cell shows nothing while it runs
+LINES = 40  # the last lines of all ranks together
 
 # ------------------------------------------------------------------------------------------------------------ on a rank
 
@@ -59,8 +64,6 @@ def show_figures() -> None:
     """Display the figures that pyplot still has open, as a notebook does at the end of a cell, and close them."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None and pyplot.get_fignums():
-        from IPython.display import display
-
         for number in pyplot.get_fignums():
             display(pyplot.figure(number))
         pyplot.close("all")
@@ -148,30 +151,20 @@ class Printed:
                 for line in (on_screen(content[0]) if kind == "text" else content[-1:])]
 
 
-def show(everybody: list[Printed]) -> bool:
-    """Print what all ranks have printed: once, if it is the same on all of them. Returns whether there was anything."""
-    contents = [printed.pieces for printed in everybody]
-    alike = len(contents) > 1 and all(content == contents[0] for content in contents)
-    named = {"all ranks": contents[0]} if alike else {f"rank {rank}": pieces for rank, pieces in enumerate(contents)}
-    for name, pieces in named.items():
+def show(everybody: list[Printed]) -> None:
+    """Print what all ranks have printed: once, if it is the same on all of them."""
+    for name, pieces in named([printed.pieces for printed in everybody]).items():
         for kind, *content in pieces:
-            if kind == "text":
-                _print_beside(name, on_screen(content[0]))
-            else:
-                _print_beside(name, content[-1:])
-                if get_ipython():
-                    get_ipython().display_pub.publish({"image/png": content[0], "text/plain": content[-1]})
-    return any(contents)
+            for line in on_screen(content[0]) if kind == "text" else content[-1:]:
+                print(f"{name} │ {line}")
+            if kind == "picture" and get_ipython():
+                get_ipython().display_pub.publish({"image/png": content[0], "text/plain": content[-1]})
 
 
-def beside(name: str, lines: list[str]) -> list[str]:
-    """These lines, with the rank's name, or that of all ranks."""
-    return [f"{name} │ {line}" for line in lines]
-
-
-def _print_beside(name: str, lines: list[str]) -> None:
-    for line in beside(name, lines):
-        print(line)
+def named(contents: list[list]) -> dict[str, list]:
+    """What each rank has, by its name; once, if all have the same."""
+    alike = len(contents) > 1 and all(content == contents[0] for content in contents)
+    return {"all ranks": contents[0]} if alike else {f"rank {rank}": content for rank, content in enumerate(contents)}
 
 
 def on_screen(text: str) -> list[str]:
@@ -193,3 +186,55 @@ def on_screen(text: str) -> list[str]:
     while lines and not lines[-1].strip():
         lines.pop()
     return [line.rstrip() for line in lines]
+
+
+# ---------------------------------------------------------------------------------------------------- while a cell runs
+
+
+def anybody_there() -> bool:
+    """Whether a person is watching, who can answer questions, and not a program that runs and stores the notebook."""
+    kernel = getattr(get_ipython(), "kernel", None)
+    return bool(getattr(kernel, "_allow_stdin", False))
+
+
+class Screen:
+    """The output of a running cell."""
+
+    def __init__(self):
+        self.began, self.shown, self.handle = time.monotonic(), "", None
+
+    def update(self, everybody: list[Printed], positions: dict[int, dict | None]) -> None:
+        """Show what the ranks have printed, and where unfinished ranks are."""
+        seconds = time.monotonic() - self.began
+        if seconds < SOON:
+            return
+        texts = named([printed.lines() for printed in everybody])
+        lines = [f"{name} │ {line}" for name, text in texts.items() for line in text[-(LINES // len(texts)) :]]
+        known = {rank: position for rank, position in positions.items() if position}
+        text = "\n".join([*lines, f"running for {seconds:.0f} s:", *stand(known, len(everybody))])
+        if text == self.shown:
+            return
+        self.shown, data = text, {"text/plain": text}
+        if self.handle is None:
+            self.handle = display(data, raw=True, display_id=True)
+        else:
+            self.handle.update(data, raw=True)
+
+    def clear(self, something_follows: bool) -> None:
+        """Clear the output: when the next output arrives, to avoid flicker, or at once if none will. (JupyterLab does
+        not clear for an error.)"""
+        if self.handle is not None:
+            clear_output(wait=something_follows)
+
+
+def stand(positions: dict[int, dict], world_size: int = 0) -> list[str]:
+    """A line for each rank: its line in the cell and its function. One line if all ranks of the world agree."""
+    lines = {}
+    for rank, position in sorted(positions.items()):
+        cell = " of an earlier cell" if position["earlier"] else ""
+        where = f"line {position['line']}{cell}: {position['source']}" if position["line"] else "not in the cell"
+        where = position["attempt"] or where  # the cell only calls the learner's file
+        lines[rank] = where + (f"    ({position['inside']})" if position["inside"] else "")
+    if len(lines) == world_size > 1 and len(set(lines.values())) == 1:
+        return [f"  all ranks, {line}" for line in set(lines.values())]
+    return [f"  rank {rank}, {line}" for rank, line in lines.items()]

@@ -143,8 +143,7 @@ def _execute(code: str, name: str, shell) -> None:
 
 def _failure(error: BaseException, name: str) -> dict:
     if isinstance(error, SyntaxError) and error.filename == name:
-        position = {"line": error.lineno, "source": (error.text or "").strip(), "earlier": False, "inside": "",
-                    "attempt": ""}
+        position = stack_inspection.NOWHERE | {"line": error.lineno, "source": (error.text or "").strip()}
     else:
         position = stack_inspection.position(traceback.extract_tb(error.__traceback__), name)
     text = "".join(traceback.format_exception(error))

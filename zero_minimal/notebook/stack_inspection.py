@@ -33,6 +33,7 @@ SPEAKING = {str(TORCH / file) for file in ("distributed/distributed_c10d.py", "d
 WAITING = {"wait", "wait_tensor"}  # methods of C++ that wait for a message; no Python method has these names
 CALLERS = {str(TORCH / "_ops.py")}  # they call functions named by their callers
 CELLS = ("<%%px", "<world")  # prefixes of cells' file names
+NOWHERE = {"line": None, "source": "", "earlier": False, "inside": "", "attempt": ""}  # a position outside of all cells
 
 # Python 3.11 once failed when two threads parsed at once (SystemError, AST constructor recursion depth)
 parsing = threading.Lock()
@@ -94,7 +95,7 @@ def position(frames: traceback.StackSummary, cell: str) -> dict:
     file ("attempt")."""
     own = [frame for frame in frames if frame.filename.startswith(CELLS)]
     if not own:
-        return {"line": None, "source": "", "earlier": False, "inside": "", "attempt": ""}
+        return NOWHERE
     below = frames[frames.index(own[-1]) + 1 :]
     theirs = [frame for frame in below if frame.filename in attempt.files]
     below = below[below.index(theirs[-1]) + 1 :] if theirs else below

@@ -41,7 +41,6 @@ from zero_minimal.notebook import guardian, printed
 from zero_minimal.notebook import rank as notebook_rank
 from zero_minimal.notebook.ask import begin
 from zero_minimal.notebook.cell import PATIENCE, Cell, CellError
-from zero_minimal.notebook.screen import Screen, anybody_there
 from zero_minimal.processes import ranks
 
 START_SECONDS = 60  # the maximum for a start
@@ -184,7 +183,7 @@ class World:
 
     # ----------------------------------------------------------------------------------------------------------- cells
 
-    def run(self, code: str, patience: float = PATIENCE, screen: Screen | None = None) -> None:
+    def run(self, code: str, patience: float = PATIENCE, screen: printed.Screen | None = None) -> None:
         """Run a cell on all ranks, and print their output. Raises CellError if it fails or is stuck."""
         self._cells += 1
         cell = self._cell(code, f"<%%px {self._cells}>")
@@ -198,7 +197,7 @@ class World:
             raise CellError(NO_RANKS)
         return Cell(self._client, self._folder, self._ranks, code, name, value)
 
-    def _watch(self, cell: Cell, patience: float, screen: Screen | None = None) -> dict[int, dict]:
+    def _watch(self, cell: Cell, patience: float, screen: printed.Screen | None = None) -> dict[int, dict]:
         """Wait until all ranks finish the cell or are stopped. Shows their output, and returns their failures."""
         cell.wait(patience, screen)
         failures = cell.failures()
@@ -227,7 +226,7 @@ def _px_cell(line: str, cell: str) -> None:
     arguments = _Arguments(add_help=False)
     arguments.add_argument("--patience", type=float, default=PATIENCE)
     options = arguments.parse_args(shlex.split(line))
-    _current().run(cell, options.patience, Screen() if anybody_there() else None)
+    _current().run(cell, options.patience, printed.Screen() if printed.anybody_there() else None)
 
 
 def _px_line(line: str) -> None:

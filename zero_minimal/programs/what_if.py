@@ -137,10 +137,11 @@ def devices() -> dict:
             for name, gpu in GPUS.items()}
 
 
-def content() -> dict:
-    """All data of the page."""
+def content(parameters: float = SIZE, device: str = DEVICE, **start) -> dict:
+    """All data of the page; for its initial values see `setting`."""
     return {
-        "first": setting(), "size": int(SIZE), "device": DEVICE, "names": NAMES, "states": STATES,
+        "first": setting(parameters, device=device, **start), "size": int(parameters) if parameters in SIZES else None,
+        "device": device, "names": NAMES, "states": STATES,
         "words": {dtype: [[formula(stage, state, dtype) for state in STATES] for stage in range(4)] for dtype in BYTES},
         "volumes": [volume(stage) for stage in range(4)], "bytes": BYTES,
         "shares": SHARES, "shapes": shapes(), "devices": devices(),
@@ -150,11 +151,11 @@ def content() -> dict:
     }
 
 
-def page() -> str:
-    """The complete page, which needs no other files."""
+def page(**start) -> str:
+    """The complete page, which needs no other files; for its initial values see `setting`."""
     looks = " ".join(f"--{name}: {colour};" for name, (colour, _) in COLOURS.items())
     return (TEMPLATE.read_text(encoding="utf-8").replace("__LOOKS__", looks)
-            .replace("__CONTENT__", in_lines(content())))
+            .replace("__CONTENT__", in_lines(content(**start))))
 
 
 def in_lines(value: object) -> str:
