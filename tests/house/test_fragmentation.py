@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from zero_minimal.meters.allocator import MIB, fails, find_capacity
-from zero_minimal.meters.memory import Event
+from zero_minimal.meters.traces import unpacked
 from zero_minimal.pictures import style
 from zero_minimal.pictures.memory_map import ASKED, HOLE, draw_map
 from zero_minimal.programs import lesson08_program
@@ -16,45 +16,19 @@ pytestmark = pytest.mark.thorough
 # ------------------------------------------------------------------------------------------------------ traces by hand
 
 
-class Storage:
-    """What a ledger knows of one."""
-
-    def __init__(self, bytes, category):
-        self.bytes, self.category = bytes, category
-
-
-class Trace:
-    """Events, one after the other."""
-
-    def __init__(self):
-        self.events = []
-
-    def take(self, mib, category="activations"):
-        storage = Storage(mib * MIB, category)
-        self.events.append(Event(0.0, storage, storage.bytes, "a test"))
-        return storage
-
-    def give(self, *storages):
-        self.events += [Event(0.0, storage, -storage.bytes, "a test") for storage in storages]
+def events(categories, *requests):
+    """Of a record as meters/traces.py has them, in MiB: −k frees the k-th."""
+    return unpacked({"requests": [MIB * mib if mib > 0 else mib for mib in requests], "categories": categories})
 
 
 def scattered():
     """Four tensors of 4 MiB stay, each with a hole of 4 MiB beside it; then 14 MiB are asked for."""
-    trace = Trace()
-    pairs = [(trace.take(4, "gradients"), trace.take(4)) for _ in range(4)]
-    trace.give(*(dropped for _, dropped in pairs))
-    trace.give(trace.take(14))
-    return trace.events
+    return events("gagagagaa", *[4] * 8, -2, -4, -6, -8, 14, -9)
 
 
 def side_by_side():
     """The same, with the four in one slab."""
-    trace = Trace()
-    trace.take(16, "gradients")
-    for _ in range(4):
-        trace.give(trace.take(4))
-    trace.give(trace.take(14))
-    return trace.events
+    return events("gaaaaa", 16, 4, -2, 4, -3, 4, -4, 4, -5, 14, -6)
 
 
 def test_the_clearest_capacity_is_taken():
@@ -74,10 +48,7 @@ def test_without_such_a_capacity_there_is_an_answer_too():
 
 def test_a_block_that_requests_of_this_size_cannot_use():
     """What is free is in a segment for large requests: the words must not say that it is too small."""
-    trace = Trace()
-    for mib in (8, 1, 1, 1):
-        trace.take(mib)
-    failure = fails(trace.events, 22 * MIB)
+    failure = fails(events("aaaa", 8, 1, 1, 1), 22 * MIB)
     assert failure.largest_free == 12 * MIB > failure.requested == MIB and not failure.is_for_want_of_a_block
     assert "which a request of this size cannot use" in str(failure)
 

@@ -190,18 +190,15 @@ def replay(trace: list[Event], allocator: CachingAllocator) -> CachingAllocator:
 
 
 def _play(trace, allocator):
-    """Yield, for each event, its number, storage, and the block that was allocated or freed (None: left out)."""
+    """Yield, for each event, its number, storage, and the block that was allocated or is freed."""
     blocks = {}
     for index, (_, storage, bytes, _) in enumerate(trace):
         if bytes > 0:
-            block = blocks[storage] = allocator.allocate(bytes)
-        else:
-            block = blocks.pop(storage, None)
-            if block is not None:
-                yield index, storage, block  # before the block merges with its neighbours
-                allocator.free(block)
-            continue
-        yield index, storage, block
+            blocks[storage] = allocator.allocate(bytes)
+            yield index, storage, blocks[storage]
+        elif storage in blocks:
+            yield index, storage, blocks[storage]  # before the block merges with its neighbours
+            allocator.free(blocks.pop(storage))
 
 
 def memory_map(trace: list[Event], allocator: CachingAllocator) -> tuple[list[Row], OutOfMemory | None]:

@@ -85,16 +85,8 @@ def seconds(work: Iterable[Work]) -> float:
     return sum(end - start for start, end in merged((one.start, one.end) for one in work))
 
 
-def hidden(some: Iterable[Work], others: Iterable[Work]) -> float | None:
+def hidden(some: list[Work], others: list[Work]) -> float | None:
     """The share of the seconds of `some` in which any of `others` also ran. None if `some` is empty."""
-    first, second = (merged((one.start, one.end) for one in work) for work in (some, others))
-    total = sum(end - start for start, end in first)
-    both, place = 0.0, 0
-    for start, end in first:
-        while place < len(second) and second[place][1] <= start:
-            place += 1
-        for other in range(place, len(second)):
-            if second[other][0] >= end:
-                break
-            both += min(end, second[other][1]) - max(start, second[other][0])
+    total = seconds(some)
+    both = total + seconds(others) - seconds([*some, *others])
     return both / total if total else None

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-PARTS = ("attention_norm", "attention", "mlp_norm", "mlp")  # the parts of a block, in the order of forward
 LABELS = {"token_embedding": "tokens", "position_embedding": "positions", "norm": "norm", "attention_norm": "norm",
           "attention": "attention", "mlp_norm": "norm", "mlp": "MLP"}
 
@@ -24,14 +23,14 @@ def layer_errors(model: nn.Module, whole: dict[str, Tensor], group=None) -> list
     Args: model, a ParallelGPT after backward; whole, the gradients of the same GPT in one process, by name.
     """
     parts = model.shard_of(whole)
-    found: dict[str, list] = {}
+    found: dict[str, list] = {}  # in the order in which the model defines its layers: that of forward
     for name, param in model.named_parameters():
         if name.endswith(".weight"):
             gradient = torch.zeros_like(param) if param.grad is None else param.grad
             found.setdefault(layer_of(name), []).append((gradient, parts[name]))
     rows = []
-    for layer in sorted(found, key=_place):
-        ours, theirs = (torch.cat([pair[at].flatten() for pair in found[layer]]) for at in (0, 1))
+    for layer, pairs in found.items():
+        ours, theirs = (torch.cat([tensor.flatten() for tensor in side]) for side in zip(*pairs, strict=True))
         size = theirs.norm().clamp(min=1e-30)
         error = _worst((ours - theirs).norm() / size, group)
         rows.append({"layer": layer, "error": error, "spread": None})
@@ -46,13 +45,6 @@ def layer_of(name: str) -> str:
     """The path of a parameter's layer: blocks.0.mlp for blocks.0.mlp.expansion.weight."""
     words = name.split(".")
     return ".".join(words[:3]) if words[0] == "blocks" else words[0]
-
-
-def _place(layer: str) -> tuple:
-    words = layer.split(".")
-    if words[0] == "blocks":
-        return 1, int(words[1]), PARTS.index(words[2])
-    return {"token_embedding": (0, 0, 0), "position_embedding": (0, 0, 1)}.get(layer, (2, 0, 0))
 
 
 def label(layer: str) -> str:

@@ -34,31 +34,21 @@ SENT = struct.Struct("200x2Q")  # tcpi_bytes_sent and tcpi_bytes_retrans in tcp_
 
 # torch's operators, c10d's first, then those of the functional collectives
 OPERATORS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "send": "send",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
+    operator: name
+    for name, operators in {
+        "all_reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ all_reduce_coalesced",
+        "all_gather": "allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ _allgather_base_ "
+                      "all_gather_into_tensor all_gather_into_tensor_coalesced",
+        "reduce_scatter": "reduce_scatter_ reduce_scatter_tensor_coalesced_ _reduce_scatter_base_ "
+                          "reduce_scatter_tensor reduce_scatter_tensor_coalesced",
+        "all_to_all": "alltoall_ alltoall_base_ all_to_all_single",
+        "broadcast": "broadcast_ broadcast",
+        "reduce": "reduce_",
+        "gather": "gather_",
+        "scatter": "scatter_",
+        "send": "send",
+    }.items()
+    for operator in operators.split()
 }
 
 

@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from zero_minimal.meters.events import Event, overlapped
 from zero_minimal.meters.latency_probe import Cost
 from zero_minimal.paper.quantities import size_text
-from zero_minimal.pictures.latency_chart import time_text
-from zero_minimal.pictures.style import FORMULA, LOOKS, PAGE, SENT, entries_of, figure, flat_bars, legend_outside
+from zero_minimal.pictures import style
+from zero_minimal.pictures.latency_chart import measured_points
 
-COMES, WAITS = LOOKS["gradients"], ("white", "")
-UNDER_WAY = (SENT[0], "xx")
+COMES, WAITS = style.LOOKS["gradients"], ("white", "")
+UNDER_WAY = (style.SENT[0], "xx")
 
 
 def draw_arrivals(ways: dict[str, Sequence[Event]]) -> Figure:
@@ -21,8 +21,8 @@ def draw_arrivals(ways: dict[str, Sequence[Event]]) -> Figure:
 
     The slots show events, not time: all have the same width. Args: ways {name: Events of a pass}.
     """
-    result, axes = figure(len(ways), 1, PAGE, 0.9 + 1.25 * len(ways))
-    longest = max(_slots(events) for events in ways.values())
+    result, axes = style.figure(len(ways), 1, style.PAGE, 0.9 + 1.25 * len(ways))
+    longest = max(sum(event.kind in ("gradient", "end") for event in events) for events in ways.values())
     for axis, (name, events) in zip(axes.flat, ways.items(), strict=True):
         _lanes(axis, events)
         meanwhile, count = overlapped(events)
@@ -33,27 +33,23 @@ def draw_arrivals(ways: dict[str, Sequence[Event]]) -> Figure:
         axis.tick_params(axis="y", length=0)
         axis.grid(visible=False)
     axes.flat[-1].set_xlabel("what happens, in order → (not time: each gradient and each wait is one slot)")
-    legend_outside(result, entries_of(axes.flat), side="upper", columns=3)
+    style.legend_outside(result, style.entries_of(axes.flat), side="upper", columns=3)
     return result
-
-
-def _slots(events: Sequence[Event]) -> int:
-    return sum(event.kind in ("gradient", "end") for event in events)
 
 
 def _lanes(axis: Axes, events: Sequence[Event]) -> None:
     now, started = 0, {}
     for event in events:
         if event.kind == "gradient":
-            flat_bars(axis, 0, 1, COMES, "a gradient comes", 0.8, now, "white")
+            style.flat_bars(axis, 0, 1, COMES, "a gradient comes", left=now)
             now += 1
         elif event.kind == "start":
             started[event.number] = now
         elif event.kind == "end":
-            flat_bars(axis, 0, 1, WAITS, "waits", 0.8, now, "black")
+            style.flat_bars(axis, 0, 1, WAITS, "waits", left=now, edge="black")
             now += 1
             begin = started[event.number]
-            flat_bars(axis, 1, now - begin, UNDER_WAY, "an all-reduce, from its start to its end", 0.7, begin, "white")
+            style.flat_bars(axis, 1, now - begin, UNDER_WAY, "an all-reduce, from its start to its end", 0.7, begin)
 
 
 def draw_bucket_cost(points: Sequence[tuple[int, float]], whole: int, cost: Cost) -> Figure:
@@ -61,23 +57,18 @@ def draw_bucket_cost(points: Sequence[tuple[int, float]], whole: int, cost: Cost
 
     Args: points (bucket bytes, seconds); whole, bytes of all gradients; cost of one all-reduce: α, and β per byte.
     """
-    result, axes = figure(1, 1, PAGE, 4.0)
-    axis, sizes = axes[0][0], [bytes for bytes, _ in points]
+    result, ((axis,),) = style.figure(1, 1, style.PAGE, 4.0)
+    sizes = [bytes for bytes, _ in points]
     fine = [min(sizes) * (max(sizes) / min(sizes)) ** (step / 100) for step in range(101)]
     axis.plot(fine, [whole / bytes * cost.alpha + whole * cost.beta for bytes in fine], label="predicted from α and β",
-              **FORMULA)
+              **style.FORMULA)
     axis.plot(fine, [whole * cost.beta] * len(fine), color="black", linestyle=":", linewidth=1.2,
               label="β of all bytes: what no bucket can save")
-    axis.plot(*zip(*points, strict=True), linestyle="", marker="o", markersize=8, markerfacecolor=SENT[0],
-              markeredgecolor="black", label="measured")
-    axis.axvline(cost.half, color="#D55E00", linewidth=1.8, linestyle="--",
-                 label=f"n½ = {size_text(cost.half, 2)}: half of the time is α")
-    axis.set(xscale="log", yscale="log", xlabel="size of a bucket",
+    measured_points(axis, points)
+    axis.axvline(cost.half, label=f"n½ = {size_text(cost.half, 2)}: half of the time is α", **style.DEVICE)
+    axis.set(xlabel="size of a bucket",
              ylim=(10 ** math.floor(math.log10(whole * cost.beta)),
                    10 ** math.ceil(math.log10(max(seconds for _, seconds in points)))),
              ylabel=f"time to all-reduce {size_text(whole, 3)}")
-    axis.xaxis.set_major_formatter(lambda bytes, _: size_text(bytes))
-    axis.yaxis.set_major_formatter(lambda seconds, _: time_text(seconds))
-    axis.minorticks_off()
     axis.legend(fontsize=9, framealpha=1, edgecolor="none")
     return result

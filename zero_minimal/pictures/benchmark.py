@@ -106,8 +106,7 @@ def spread_panel(axis: Axes, rows: list[dict]) -> None:
         axis.plot([ratio["lower_quartile"], ratio["upper_quartile"]], [position, position], **thick,
                   label=None if position else "quartiles")
         axis.plot([ratio["median"]], [position], **({"marker": "d", "markersize": 5} | run_look(row["name"])))
-        axis.annotate(f"{ratio['median']:.3f}", (ratio["max"], position), (7, 0), textcoords="offset points",
-                      va="center", fontsize=9)
+        style.note(axis, f"{ratio['median']:.3f}", (ratio["max"], position), (7, 0), va="center")
     axis.margins(x=0.2)
     axis.set_title("Time of a step, times DDP's", fontsize=11)
 
@@ -164,8 +163,7 @@ def draw_curves(rows: list[dict], curves: list[str]) -> Figure:
         if curve in ("size", "sequence", "link"):
             log_milliseconds(growth)
         beside.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-        beside.annotate("DDP", (1.0, 1.0), (-2, 2), xycoords=("axes fraction", "data"), textcoords="offset points",
-                        ha="right", fontsize=9)
+        style.note(beside, "DDP", (1.0, 1.0), (-2, 2), xycoords=("axes fraction", "data"), ha="right")
         growth.set_title(title, fontsize=11)
         beside.set_title("Time of a step, times DDP's: medians, quartiles", fontsize=11)
         growth.legend(fontsize=9, frameon=False, ncols=2)

@@ -47,8 +47,8 @@ def draw_elsewhere(rungs: dict[str, dict[str, float]]) -> Figure:
 
     Args: rungs, {name: {state: bytes per parameter on the device, "bus": of its buffers, "host": on the host}}.
     """
-    result, axes = style.figure(1, 1, 7.5, 4.0)
-    axis, places = axes[0][0], range(len(rungs))
+    result, ((axis,),) = style.figure(1, 1, 7.5, 4.0)
+    places = range(len(rungs))
     tops = style.stacked_bars(axis, places, [
         (state, style.LOOKS.get(state, BUS), [held[state] for held in rungs.values()]) for state in (*STATES, "bus")
     ], width=0.6)
@@ -72,8 +72,7 @@ def draw_slowed(slowed: dict[int, Sequence]) -> Figure:
 
     Args: slowed, {tokens of a rank: [(GB/s, step time divided by that with an infinitely fast bus)]}.
     """
-    result, axes = style.figure(1, 1, style.PAGE, 4.3)
-    axis = axes[0][0]
+    result, ((axis,),) = style.figure(1, 1, style.PAGE, 4.3)
     for (tokens, line), marker, colour in zip(slowed.items(), style.MARKERS, style.STAGE_COLOURS[1:], strict=False):
         speeds, times = zip(*line, strict=True)
         axis.plot(speeds, times, marker=marker, color=colour, label=f"{tokens:,} tokens a rank")

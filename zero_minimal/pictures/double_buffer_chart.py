@@ -131,8 +131,7 @@ def draw_sizes(rows: list[dict], prices: list[dict]) -> Figure:
     time.plot([row["size"] / 1e6 for row in rest], [1e3 * row["seconds"] for row in rest], color=style.STAGE_COLOURS[2],
               marker=style.MARKERS[1], label="two constant buffers, with the number of collectives")
     for row in rest:
-        time.annotate(f"{row['collectives']:,}", (row["size"] / 1e6, 1e3 * row["seconds"]), (0, 7),
-                      textcoords="offset points", ha="center", fontsize=9)
+        style.note(time, f"{row['collectives']:,}", (row["size"] / 1e6, 1e3 * row["seconds"]), (0, 7), ha="center")
     time.set(xscale="log", yscale="log", xlabel="MB of each buffer", ylabel="ms of one all-reduce")
     time.legend(frameon=False, fontsize=9)
     for axis in (memory, time):
@@ -143,8 +142,7 @@ def draw_sizes(rows: list[dict], prices: list[dict]) -> Figure:
 
 def draw_ones(sums: dict[str, list[float]], every: int) -> Figure:
     """A sum of ones, rank after rank, a line for each dtype. sums: {dtype: the sums after every `every` ranks}."""
-    result, axes = style.figure(1, 1, style.PAGE, 3.3)
-    axis = axes[0][0]
+    result, ((axis,),) = style.figure(1, 1, style.PAGE, 3.3)
     for number, (name, values) in enumerate(sums.items()):
         places = [every * (place + 1) for place in range(len(values))]
         axis.plot(places, values, color=style.STAGE_COLOURS[3 - number], marker=style.MARKERS[number], markersize=5,

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from zero_minimal.meters.latency_probe import Cost
 from zero_minimal.paper.quantities import seconds_text, size_text
-from zero_minimal.pictures.style import DEVICE, FORMULA, PAGE, SENT, figure
+from zero_minimal.pictures.style import DEVICE, FORMULA, PAGE, SENT, figure, note
 
 PIECE = {"color": "black", "linewidth": 1.2}
 
@@ -19,8 +19,8 @@ def draw_latency(points: Sequence[tuple[int, float]], alpha: float, beta: float)
         (meters/latency_probe.py).
     """
     cost = Cost(alpha, beta)
-    result, axes = figure(1, 1, PAGE, 4.2)
-    axis, sizes = axes[0][0], [bytes for bytes, _ in points]
+    result, ((axis,),) = figure(1, 1, PAGE, 4.2)
+    sizes = [bytes for bytes, _ in points]
     first, last = min(sizes) / 2, max(sizes) * 2
     fine = [first * (last / first) ** (step / 200) for step in range(201)]
     whole = [cost.seconds(bytes) for bytes in fine]
@@ -29,27 +29,20 @@ def draw_latency(points: Sequence[tuple[int, float]], alpha: float, beta: float)
     axis.plot(fine, [alpha] * len(fine), label=f"α = {time_text(alpha)} before the first byte", linestyle="--", **PIECE)
     axis.plot(fine, [beta * bytes for bytes in fine], linestyle=":", **PIECE,
               label=f"β·bytes, {size_text(1 / beta, 2)} a second" if beta else "β = 0: bytes cost nothing")
-    axis.plot(*zip(*points, strict=True), linestyle="", marker="o", markersize=8, markerfacecolor=SENT[0],
-              markeredgecolor="black", label="measured")
-    axis.set(xscale="log", yscale="log", xlim=(first, last), ylim=(shortest / 4, 3 * longest))
-    if first < cost.half < last:
-        _mark_half(axis, cost)
-    _name_powers(axis)
+    measured_points(axis, points)
+    axis.set(xlim=(first, last), ylim=(shortest / 4, 3 * longest), xlabel="size of the message", ylabel="time, one way")
+    if first < cost.half < last:  # where the two lines cross
+        axis.axvline(cost.half, **DEVICE)
+        note(axis, f"n½ = {size_text(cost.half, 2)}: half of the time is α", (cost.half, axis.get_ylim()[0]), (6, 8))
     axis.legend(fontsize=9, framealpha=1, edgecolor="none", loc="upper left")
     return result
 
 
-def _mark_half(axis: Axes, cost: Cost) -> None:
-    """Mark where the two lines cross: a vertical line and its number."""
-    axis.axvline(cost.half, **DEVICE)
-    axis.annotate(f"n½ = {size_text(cost.half, 2)}: half of the time is α", (cost.half, axis.get_ylim()[0]), (6, 8),
-                  textcoords="offset points", fontsize=9)
-
-
-def _name_powers(axis: Axes) -> None:
-    """Label powers of ten: 1 KB, 100 µs."""
-    axis.set_xlabel("size of the message")
-    axis.set_ylabel("time, one way")
+def measured_points(axis: Axes, points: Sequence[tuple[int, float]]) -> None:
+    """Points (bytes, seconds) on logarithmic axes, which name powers of ten: 1 KB, 100 µs."""
+    axis.plot(*zip(*points, strict=True), linestyle="", marker="o", markersize=8, markerfacecolor=SENT[0],
+              markeredgecolor="black", label="measured")
+    axis.set(xscale="log", yscale="log")
     axis.xaxis.set_major_formatter(lambda bytes, _: size_text(bytes))
     axis.yaxis.set_major_formatter(lambda seconds, _: time_text(seconds))
     axis.minorticks_off()

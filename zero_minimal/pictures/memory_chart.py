@@ -162,8 +162,7 @@ def step_panel(axis: Axes, timeline: list, timed: bool) -> None:
                   va="top", fontsize=9)
     top = max(moment.total for moment in timeline) / 1e6
     axis.axhline(top, color="black", linewidth=0.8)
-    axis.annotate(f"highest: {top:.0f} MB", (times[0], top), (0, 2), textcoords="offset points", fontsize=9,
-                  bbox=style.WHITE)
+    style.note(axis, f"highest: {top:.0f} MB", (times[0], top), (0, 2), bbox=style.WHITE)
 
 
 # ----------------------------------------------------------------------------------------------------- sizes of buckets
@@ -175,16 +174,15 @@ def draw_bucket_sizes(rows: list[dict], shards: float, whole: float) -> Figure:
     Args: rows, a dict for each size: bucket_bytes, gradients, buffers (bytes); shards and whole: bytes of gradients
     that a rank keeps at stage 2, and of all.
     """
-    result, axes = style.figure(1, 1, 7.0, 3.6)
-    axis, positions = axes[0][0], range(len(rows))
+    result, ((axis,),) = style.figure(1, 1, 7.0, 3.6)
+    positions = range(len(rows))
     style.stacked_bars(axis, positions, [
         ("gradients", style.LOOKS["gradients"], [row["gradients"] / 1e6 for row in rows]),
         ("scratch of reductions", style.LOOKS["buffers"], [row["buffers"] / 1e6 for row in rows]),
     ], width=0.55)
     for height, words in ((shards, "its own shard, 4Ψ/N"), (whole, "whole gradients, 4Ψ")):
         axis.axhline(height / 1e6, color="black", linewidth=1.0, linestyle="--")
-        axis.annotate(words, (1.0, height / 1e6), (0, 3), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", ha="right", fontsize=9)
+        style.note(axis, words, (1.0, height / 1e6), (0, 3), xycoords=("axes fraction", "data"), ha="right")
     axis.set_xlim(-0.5, len(rows) + 0.6)  # room for these labels
     axis.set_xticks(positions, [bucket_words(row["bucket_bytes"]) for row in rows])
     axis.set_xlabel("size of a bucket")

@@ -169,14 +169,12 @@ def draw_least(pools: dict[str, int], used: float, with_slabs: int) -> Figure:
     """A bar for each allocator, {name: fewest bytes that suffice}, and one for the first of them with slabs; a line at
     the MiB in use at the peak."""
     bars = pools | {"the first one, with slabs": with_slabs}
-    picture, axes = style.figure(1, 1, 8.6, 2.9)
-    axis = axes[0][0]
+    picture, ((axis,),) = style.figure(1, 1, 8.6, 2.9)
     for place, size in enumerate(bars.values()):
         last = place == len(bars) - 1
         axis.barh(-place, size / MIB, 0.62, facecolor="white" if last else style.PLAIN[0],
                   edgecolor=style.PLAIN[0], hatch="//" if last else "", linewidth=1)
-        axis.annotate(f"{size / MIB:,.0f} MiB", (size / MIB, -place), (5, 0), textcoords="offset points", va="center",
-                      fontsize=9, bbox=style.WHITE)
+        style.note(axis, f"{size / MIB:,.0f} MiB", (size / MIB, -place), (5, 0), va="center", bbox=style.WHITE)
     axis.axvline(used, color="black", linewidth=1.6, linestyle="--")
     axis.text(used, 0.5, f" in use at the peak: {used:,.0f} MiB", va="bottom", fontsize=9)
     axis.set_yticks([-place for place in range(len(bars))], list(bars))

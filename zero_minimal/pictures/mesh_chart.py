@@ -8,8 +8,7 @@ from zero_minimal.pictures import style
 
 def draw_mesh(replicas: int, model_parallel: int) -> Figure:
     """The ranks as a grid: a row for each replica, a column for each part of the model; frames show the groups."""
-    result, axes = style.figure(1, 1, min(style.PAGE, 3.4 * model_parallel + 2.4), 1.55 * replicas + 1.2)
-    axis = axes[0][0]
+    result, ((axis,),) = style.figure(1, 1, min(style.PAGE, 3.4 * model_parallel + 2.4), 1.55 * replicas + 1.2)
     axis.grid(False)
     for replica in range(replicas):
         row = replicas - 1 - replica
@@ -37,34 +36,30 @@ def draw_ladder(meshes: dict[str, dict[str, dict]]) -> Figure:
 
     meshes: {name of the mesh: {way: its row, with peak_by_category and sent, in bytes}}.
     """
-    result, axes = style.figure(2, 1, style.PAGE, 7.0)
+    result, ((memory,), (traffic,)) = style.figure(2, 1, style.PAGE, 7.0)
     rows, positions, middles = {}, [], []
     for ways in meshes.values():
         first = positions[-1] + 2 if positions else 0  # a gap between two meshes
         positions += range(first, first + len(ways))
         middles.append(first + (len(ways) - 1) / 2)
         rows |= ways
-    _stack(axes[0][0], positions, rows)
-    axes[0][0].set_title("Memory of a rank at its peak", fontsize=11)
+    held = [row["peak_by_category"] for row in rows.values()]
+    tops = style.stacked_bars(memory, positions, [
+        (category, style.LOOKS[category], [own[category] / 1e6 for own in held]) for category in held[0]])
+    style.words_above(memory, positions, tops, [f"{top:.1f}" for top in tops])
+    memory.set_title("Memory of a rank at its peak", fontsize=11)
     sent = [row["sent"] / 1e6 for row in rows.values()]
-    style.bars(axes[1][0], positions, sent, style.SENT)
-    style.words_above(axes[1][0], positions, sent, [f"{size:.1f}" for size in sent])
-    axes[1][0].set_title("Sent by a rank in a step", fontsize=11)
-    for axis in axes.flat:
+    style.bars(traffic, positions, sent, style.SENT)
+    style.words_above(traffic, positions, sent, [f"{size:.1f}" for size in sent])
+    traffic.set_title("Sent by a rank in a step", fontsize=11)
+    for axis in (memory, traffic):
         axis.set_xticks(positions, list(rows), rotation=20, ha="right", rotation_mode="anchor")
         axis.set_ylabel("MB")
         axis.set_ylim(0, 1.2 * axis.dataLim.ymax)
         for middle, mesh in zip(middles, meshes, strict=True):
             axis.text(middle, 0.97, mesh, transform=axis.get_xaxis_transform(), ha="center", va="top", weight="bold")
-    style.legend_outside(result, style.entries_of([axes[0][0]]))
+    style.legend_outside(result, style.entries_of([memory]))
     return result
-
-
-def _stack(axis, positions: list[int], rows: dict[str, dict]) -> None:
-    held = [row["peak_by_category"] for row in rows.values()]
-    tops = style.stacked_bars(axis, positions, [
-        (category, style.LOOKS[category], [own[category] / 1e6 for own in held]) for category in held[0]])
-    style.words_above(axis, positions, tops, [f"{top:.1f}" for top in tops])
 
 
 def draw_worth(panels: dict[str, dict[str, dict]]) -> Figure:
@@ -79,8 +74,7 @@ def draw_worth(panels: dict[str, dict[str, dict]]) -> Figure:
         changes = [(rows[name]["peak"] - before) / 1e6 for name in names]
         axis.barh(range(len(names)), changes, 0.6, color=style.PLAIN[0])
         for place, change in enumerate(changes):
-            axis.annotate(f"{change:+.1f}", (max(change, 0.0), place), (4, 0), textcoords="offset points", va="center",
-                          fontsize=9)
+            style.note(axis, f"{change:+.1f}", (max(change, 0.0), place), (4, 0), va="center")
         axis.set_yticks(range(len(names)), names)
         axis.axvline(0, color="black", linewidth=0.8)
         axis.margins(x=0.2)

@@ -46,8 +46,8 @@ def draw_ladder(ladder: list[dict]) -> Figure:
 
 def draw_boxes(rung: dict) -> Figure:
     """Device, bus and host, each with its bytes in the run. rung: the report of the lowest rung."""
-    result, axes = style.figure(1, 1, style.PAGE, 3.9)
-    axis, psi = axes[0][0], rung["parameters"]
+    result, ((axis,),) = style.figure(1, 1, style.PAGE, 3.9)
+    psi = rung["parameters"]
     axis.set(xlim=(0, 100), ylim=(0, 44), xticks=[], yticks=[])
     axis.grid(visible=False)
     axis.spines[:].set_visible(False)

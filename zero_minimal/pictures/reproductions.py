@@ -41,8 +41,8 @@ def draw_table1(result: dict) -> Figure:
 
 def draw_figure1(result: dict) -> Figure:
     """Bars of the model states that the code holds, by kind; a line at the paper's number."""
-    picture, axes = style.figure(1, 1, 8.0, 5.0)
-    axis, rows, positions = axes[0][0], result["bars"], range(len(result["bars"]))
+    picture, ((axis,),) = style.figure(1, 1, 8.0, 5.0)
+    rows, positions = result["bars"], range(len(result["bars"]))
     tops = style.stacked_bars(axis, positions, [
         (f"{state}, code", style.LOOKS[state], [row["states"][state] / 1e9 for row in rows]) for state in STATES
     ])
@@ -57,8 +57,8 @@ def draw_figure1(result: dict) -> Figure:
 
 def draw_table2(result: dict) -> Figure:
     """The largest model for each MP and stage: the code's as bars, the paper's theory and measurements."""
-    picture, axes = style.figure(1, 1, style.PAGE, 5.0)
-    axis, cells = axes[0][0], result["cells"]
+    picture, ((axis,),) = style.figure(1, 1, style.PAGE, 5.0)
+    cells = result["cells"]
     groups = sorted({cell["model_parallel"] for cell in cells})
     for stage in sorted({cell["stage"] for cell in cells}):
         own = [cell for cell in cells if cell["stage"] == stage]

@@ -11,8 +11,8 @@ def draw_simulation(run) -> Figure:
 
     run: what programs/simulate.py returns: its report, its timeline and its phases (name, seconds at the start).
     """
-    result, axes = style.figure(1, 1, style.PAGE, 5.0)
-    axis, drawn = axes[0][0], worth_drawing(run.timeline)
+    result, ((axis,),) = style.figure(1, 1, style.PAGE, 5.0)
+    drawn = worth_drawing(run.timeline)
     categories = [category for category in style.LOOKS if category != "other"]
     levels = {name: [run.timeline[position].bytes[name] / 1e9 for position in drawn] for name in categories}
     style.stacked_areas(axis, drawn, levels)
@@ -24,9 +24,8 @@ def draw_simulation(run) -> Figure:
         start = next((position for position in drawn if run.timeline[position].seconds > begin), drawn[-1])
         axis.axvline(start, color="black", linewidth=0.7, linestyle=":")
         is_last, height = number == len(run.phases) - 1, (1.08, 1.15)[number % 2] * totals[highest]
-        axis.annotate(name, (start, height), (-3 if is_last else 3, 0), textcoords="offset points", fontsize=9,
-                      ha="right" if is_last else "left",
-                      bbox=style.WHITE)
+        style.note(axis, name, (start, height), (-3 if is_last else 3, 0), ha="right" if is_last else "left",
+                   bbox=style.WHITE)
     axis.plot(drawn[highest], totals[highest], color="black", marker="v", markersize=7, linestyle="none",
               label=f"highest: {totals[highest]:,.4g} GB")
     axis.set_xlim(drawn[0], drawn[-1])

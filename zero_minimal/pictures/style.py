@@ -132,6 +132,11 @@ def words_above(axis: Axes, positions: Sequence[float], heights: Sequence[float]
                       **{"bbox": WHITE, **options})
 
 
+def note(axis: Axes, words: str, place: tuple[float, float], shift: tuple[float, float], **options) -> None:
+    """Words beside a place, `shift` points to the right and up of it."""
+    axis.annotate(words, place, shift, textcoords="offset points", **{"fontsize": 9, **options})
+
+
 # ---------------------------------------------------------------------------------------------------------------- cells
 
 

@@ -118,8 +118,8 @@ def _names(axis: Axes, layers: list[str]) -> None:
         if layer.startswith("blocks."):
             blocks.setdefault(layer.split(".")[1], []).append(place)
     for number, places in blocks.items():
-        axis.annotate(f"block {number}", ((places[0] + places[-1]) / 2, 0), (0, -26), ha="center", fontsize=9,
-                      xycoords=("data", "axes fraction"), textcoords="offset points")
+        style.note(axis, f"block {number}", ((places[0] + places[-1]) / 2, 0), (0, -26), ha="center",
+                   xycoords=("data", "axes fraction"))
     axis.set_xlabel("forward →        ← backward, from the loss at the right end", fontsize=9, labelpad=16)
 
 
@@ -131,8 +131,8 @@ def draw_sent_by_batch(sent: dict[int, int], of_data: int) -> Figure:
 
     Args: sent {sequences in a batch: bytes}; of_data, bytes that data parallelism sends with any batch.
     """
-    result, axes = style.figure(1, 1, 0.6 * style.PAGE, 3.0)
-    axis, places = axes[0][0], range(len(sent))
+    result, ((axis,),) = style.figure(1, 1, 0.6 * style.PAGE, 3.0)
+    places = range(len(sent))
     heights = [count / 1e6 for count in sent.values()]
     style.bars(axis, places, heights, style.SENT, label="tensor parallelism")
     style.words_above(axis, places, heights, [f"{height:.2f}" for height in heights], fontsize=9)

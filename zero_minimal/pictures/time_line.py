@@ -18,8 +18,7 @@ def draw_time_line(ranks: list) -> Figure:
 
     Args: ranks, [rank] (computing, collectives) as in meters/events.py.
     """
-    result, axes = figure(1, 1, PAGE, 1.3 + 0.95 * len(ranks))
-    axis = axes[0][0]
+    result, ((axis,),) = figure(1, 1, PAGE, 1.3 + 0.95 * len(ranks))
     lanes = [(2.4 * rank, 2.4 * rank + 0.95) for rank in range(len(ranks))]  # positions, in rank's order
     for (own, messages), (computing, under_way) in zip(lanes, ranks, strict=True):
         for name, start, end in computing:

@@ -23,8 +23,8 @@ def traffic_panel(axis: Axes, rows: list[dict], positions: Sequence[float]) -> N
 
 def draw_sent_by_stage(sent: dict[str, float], formula: dict[str, float]) -> Figure:
     """Bytes that a rank sends in a step at each stage, with the formula."""
-    result, axes = style.figure(1, 1, 6.0, 3.4)
-    axis, positions = axes[0][0], range(len(sent))
+    result, ((axis,),) = style.figure(1, 1, 6.0, 3.4)
+    positions = range(len(sent))
     heights = [count / 1e6 for count in sent.values()]
     drawn = style.bars(axis, positions, heights, style.SENT, "sent, measured", width=0.5)
     axis.bar_label(drawn, [f"{height:.1f}" for height in heights], label_type="center",
@@ -41,8 +41,7 @@ def draw_ring_traffic(measured: dict[str, dict[int, float]], formulas: dict[str,
 
     Args: measured {algorithm: {ranks: share of the payload}}; formulas {algorithm: function of the number of ranks}.
     """
-    result, axes = style.figure(1, 1, 6.4, 3.4)
-    axis = axes[0][0]
+    result, ((axis,),) = style.figure(1, 1, 6.4, 3.4)
     fine = [1 + step / 50 for step in range(7 * 50 + 1)]
     for index, (name, points) in enumerate(measured.items()):
         axis.plot(fine, [formulas[name](count) for count in fine], color="black", linewidth=1.0,

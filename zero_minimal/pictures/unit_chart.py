@@ -84,8 +84,8 @@ def _phases(axis: Axes, record: dict, places: list[float]) -> None:
     for phase in dict.fromkeys(phase for phase, _ in record["turns"]):
         there = [place for place, (name, _) in zip(places, record["turns"], strict=True) if name == phase]
         words = f"{phase} →" if len(there) > 1 else "at the end" if phase == "end" else phase
-        axis.annotate(words, ((there[0] + there[-1]) / 2, 1.0), (0, 3), xycoords=("data", "axes fraction"),
-                      textcoords="offset points", ha="center", fontsize=9)
+        style.note(axis, words, ((there[0] + there[-1]) / 2, 1.0), (0, 3), xycoords=("data", "axes fraction"),
+                   ha="center")
 
 
 def _memory(axis: Axes, record: dict, places: list[float], highest: float) -> None:
@@ -122,8 +122,7 @@ def draw_kept(ways: dict[str, list[dict]], others: dict[str, dict]) -> Figure:
 
     Args: ways {name: dicts with kept, sent and peak (bytes)}; others {name: such a dict}, each a single mark.
     """
-    result, axes = style.figure(1, 1, style.PAGE, 4.4)
-    axis = axes[0][0]
+    result, ((axis,),) = style.figure(1, 1, style.PAGE, 4.4)
     named: set = set()
     entries = [*ways.items(), *((name, [row]) for name, row in others.items())]
     for number, (name, rows) in enumerate(entries):
@@ -132,8 +131,7 @@ def draw_kept(ways: dict[str, list[dict]], others: dict[str, dict]) -> Figure:
                   color=style.STAGE_COLOURS[3 - number], marker=style.MARKERS[number], markersize=8)
         for row, place in zip(rows, places, strict=True):
             if name in ways and place not in named:
-                axis.annotate(f"{row['kept']}", place, (0, -16 if number else 8), textcoords="offset points",
-                              ha="center", fontsize=9)
+                style.note(axis, f"{row['kept']}", place, (0, -16 if number else 8), ha="center")
                 named.add(place)
     axis.set_xlabel("MB that a rank sends in a step")
     axis.set_ylabel("MB at the peak")

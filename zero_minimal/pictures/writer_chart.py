@@ -67,8 +67,7 @@ def starts(rows: Sequence[Sequence[int]], row: int, column: int) -> bool:
 
 def draw_small_steps(runs: dict[str, list[float]], every: int = 1) -> Figure:
     """A parameter during many small updates, a line for each run. runs: {name: its value every `every` steps}."""
-    result, axes = figure(1, 1, PAGE, 3.6)
-    axis = axes[0][0]
+    result, ((axis,),) = figure(1, 1, PAGE, 3.6)
     for number, (name, values) in enumerate(runs.items()):
         steps = [every * place for place in range(len(values))]
         axis.plot(steps, values, label=name, color=RANKS[number], marker=MARKERS[number], markersize=5,
