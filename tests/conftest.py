@@ -23,9 +23,6 @@ sys.path.insert(0, str(TESTS))  # so that tests can `import toys`, in ranks too
 pytest.register_assert_rewrite("checks")
 os.environ["ZERO_PROGRESS"] = ""  # what tests grade and guess is nobody's progress
 
-# the lessons that have one, and the number of their stage
-STAGES = {"01_data_parallel": 0, "02_optimizer_state": 1, "03_gradients": 2, "04_parameters": 3}
-
 
 def pytest_addoption(parser):
     group = parser.getgroup("thorough", "what takes long (thorough.py)")
@@ -164,11 +161,3 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def stage_class(request):
-    """The class under test in the folder of a stage's lesson."""
-    import toys
-
-    return toys.STAGES[STAGES[request.path.parent.name]]

@@ -763,9 +763,10 @@ def overflow(stage_class):
 STEPS = ((True, 64.0, True), (False, 32.0, False), (True, 32.0, True), (True, 64.0, True))
 
 
-def assert_overflow_is_shared(stage_class):
+def assert_overflow_is_shared(stage_class, world_size=2):
+    """An overflow anywhere makes all ranks skip the step and halve the scale; two good steps in a row double it."""
     try:
-        ranks = toys.run(checks.overflow_on_one_rank, 2, stage_class, timeout=20)
+        ranks = toys.run(checks.overflow_on_one_rank, world_size, stage_class, timeout=20)
     except (TimeoutError, RankError) as error:
         if isinstance(error, RankError) and notes.Mismatch.__name__ not in str(error):
             raise

@@ -1,7 +1,7 @@
 """Lesson 2's assignment, P_os, in steps: what is owned, sent and computed, however it is written.
 
 The grader runs these tests against a learner's file, and shows the text of an assertion as the message. So each one
-names what went wrong and shows the evidence. In between, they run on the reference: what test_optimizer_state.py
+names what went wrong and shows the evidence. In between, they run on the reference: what house/test_ladder.py
 looks at in another way is thorough here. (A learner's file gets all of them.)
 """
 

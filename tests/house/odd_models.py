@@ -75,11 +75,11 @@ class Layer(nn.Module):
 class Chain(nn.Module):
     """Root parameters before and after a list of layers."""
 
-    def __init__(self, layer=Layer, count=3, head=True):
+    def __init__(self, layer=Layer, count=3, head=3):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(layer() for _ in range(count))
-        self.head = nn.Linear(WIDTH, 3) if head else nn.Identity()
+        self.head = nn.Linear(WIDTH, head) if head else nn.Identity()
 
     def forward(self, x):
         x = self.first(x)
@@ -214,7 +214,7 @@ class Norms(Chain):
 
     def __init__(self):
         super().__init__(lambda: nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None), nn.Tanh()), count=2, head=False)
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None), nn.Tanh()), count=2, head=0)
         self.first = nn.Sequential(self.first, nn.BatchNorm1d(WIDTH))
 
 
@@ -249,7 +249,7 @@ class TwiceInTheList(Chain):
 
 
 class ListInList(nn.Module):
-    """Lists and dicts that have no forward of their own, inside a list."""
+    """Lists and dicts that have no forward of their own, inside a list, and inside a dict."""
 
     def __init__(self):
         super().__init__()
@@ -261,10 +261,11 @@ class ListInList(nn.Module):
                 nn.Identity(),
             ]
         )
+        self.named = nn.ModuleDict({"a": Layer(), "b": nn.ModuleDict({"c": Layer()})})
 
     def forward(self, x):
         stack, named, factors, last = self.stacks
-        for layer in [*stack, named["one"], *named["more"]]:
+        for layer in [*stack, named["one"], *named["more"], self.named["a"], self.named["b"]["c"]]:
             x = layer(x * factors[0])
         return last(x) + factors[1]
 

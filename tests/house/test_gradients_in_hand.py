@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
-from misuse import Coder, by_stage, by_stage_and_world, by_world, draw, in_ranks, refused, what_is_said
+from misuse import Coder, by_stage, by_world, draw, in_ranks, refused, what_is_said
 from thorough import sample
 from torch import nn, optim
 
@@ -116,37 +116,6 @@ def test_a_gradient_that_is_replaced_under_offload(world_size):
 
 
 # ----------------------------------------------------------------------------------------------------- dropping a batch
-
-
-DROPS = {
-    "zero": lambda zero: zero.zero_grad(),
-    "model": lambda zero: zero.model.zero_grad(),
-    "optimizer": lambda zero: zero.optimizer.zero_grad(),
-    "by hand": lambda zero: [setattr(param, "grad", None) for param in zero.model.parameters()],
-}
-
-
-def drop_a_batch(stage, drop, accumulate=False):
-    """Parameters after four batches of which the second is dropped before the step, and every step's gradients too."""
-    zero = wrap(stage)
-    for step in range(4):
-        if accumulate:
-            with zero.no_sync():
-                loss(zero, step + 10).backward()
-        loss(zero, step).backward()
-        if step != 1:
-            zero.step()
-        DROPS[drop](zero)
-    return toys.whole_parameters(zero)
-
-
-@by_stage_and_world
-@pytest.mark.parametrize("accumulate", sample((False, True), [True]))
-def test_a_batch_can_be_dropped(stage, world_size, accumulate):
-    expected = toys.run(drop_a_batch, world_size, stage, "zero", accumulate)
-    for drop in ("model", "optimizer", "by hand"):
-        for ours, theirs in zip(toys.run(drop_a_batch, world_size, stage, drop, accumulate), expected, strict=True):
-            assert toys.identical(ours, theirs), drop
 
 
 def drop_on_one_rank(stage):

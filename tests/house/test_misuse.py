@@ -69,14 +69,6 @@ def change_after_a_step(change, stage):
     toys.learn(zero, loss_of(zero))
 
 
-def unfreeze(stage):
-    model = Coder()
-    model.head.requires_grad_(False)
-    zero = wrap(stage, lambda: model)
-    model.head.requires_grad_(True)
-    toys.learn(zero, loss_of(zero))
-
-
 def swap_data(stage):
     zero = wrap(stage)
     loss_of(zero).backward()
@@ -180,13 +172,8 @@ USES = {  # what somebody does, at which stages; what is said, "" if that is rig
                                            "call zero.zero_grad() after zero.step() of model 1, a Linear:"),
     "forget the fourth's": (partial(forget_zero_grad, "critic"), range(4),
                             "call zero.zero_grad() after zero.step() of model 4, a Sequential:"),
-    "freeze": (partial(change_after_a_step, lambda zero: zero.model.head.requires_grad_(False)), range(4),
-               "'head.weight' was frozen after wrapping"),
-    "add a group": (partial(change_after_a_step, lambda zero: zero.optimizer.add_param_group(
-        {"params": [nn.Parameter(torch.ones(3))]})), range(4), "a group cannot be added to zero.optimizer"),
     "hook its step": (partial(change_after_a_step, lambda zero: zero.optimizer.register_step_post_hook(print)),
                       range(4), "zero.optimizer takes no step hooks"),
-    "unfreeze": (unfreeze, range(4), "'head.weight' was unfrozen after wrapping"),
     "replace data before the step": (swap_data, range(3), "change values in place, param.data.copy_("),
     "forget update": (partial(forget_update, False), [2], "call scaler.update() after it"),
     "unscale and forget update": (partial(forget_update, True), [2], "call scaler.update() after it"),

@@ -26,23 +26,18 @@ def plain_backward_only(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def checked(ctx, *gradients):
-        _check_pass()
+        asked = "create_graph=True" if torch.is_grad_enabled() else ""
+        if not torch.autograd._is_checkpoint_valid():
+            asked = "autograd.grad(), backward(inputs=…)"
+        if asked:
+            raise RuntimeError(f"{asked} cannot go through activation_partitioning.checkpoint: its "
+                               "backward adds to .grad of all parameters inside, and makes no "
+                               "graph. Call backward() alone; or use "
+                               "torch.utils.checkpoint.checkpoint(function, *args, "
+                               "use_reentrant=False) there, which can do it")
         return backward(ctx, *gradients)
 
     return checked
-
-
-def _check_pass() -> None:
-    if not torch.autograd._is_checkpoint_valid():
-        asked = "autograd.grad(), backward(inputs=…)"
-    elif torch.is_grad_enabled():
-        asked = "create_graph=True"
-    else:
-        return
-    raise RuntimeError(f"{asked} cannot go through activation_partitioning.checkpoint: its "
-                       "backward adds to .grad of all parameters inside, and makes no graph. Call "
-                       "backward() alone; or use torch.utils.checkpoint.checkpoint(function, "
-                       "*args, use_reentrant=False) there, which can do it")
 
 
 def check_group(function: Callable, leaves: list, group: Group) -> None:

@@ -53,11 +53,6 @@ class MasterGradPlaceholder(GradPlaceholder):
            "GradScaler")
 
 
-def stand_in(placeholder: torch.Tensor) -> GradPlaceholder:
-    """A gradient that nobody can read, in the shape of a placeholder."""
-    return placeholder.as_subclass(GradPlaceholder)
-
-
 def has_gradient(param: nn.Parameter) -> bool:
     """Whether .grad holds a gradient."""
     return param.grad is not None and not isinstance(param.grad, GradPlaceholder)
@@ -84,7 +79,7 @@ class Left:
         for param, flat in self._flats.items():
             if flat is not None and param.grad is None:
                 if param not in self._stand_ins:
-                    self._stand_ins[param] = stand_in(flat.placeholder(param))
+                    self._stand_ins[param] = flat.placeholder(param).as_subclass(GradPlaceholder)
                 param.grad = self._grads[param] = self._stand_ins[param]
             elif flat is not None and param.grad is not None and flat.gradients is not None:
                 self._grads[param] = param.grad

@@ -1,11 +1,15 @@
 """Reads of freed parameters: at stage 3 it is an error to read one between its unit's turns.
 
-Seams: parameter_released, parameter_restored.
+Seams: parameter_released, parameter_restored, wrapped.
 
 Its values are gone, and any number in their place would spread to losses and weights. So a released
 parameter has a class of its own: a program may ask for its shape, dtype, …, but not for its values.
 A unit is released when the turn of another begins, or later; the root in step(), or when an
 evaluation ends.
+
+Two readers of torch's do not see the class, and are refused outside gather_parameters(): a state
+dict of placeholders would be a checkpoint of NaN, and an encoder that reads its first layer's
+parameters would return other results.
 """
 
 import torch
@@ -14,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
 from zero_minimal.core.units import is_released
+from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards.trained_by import LEFT_BEHIND, trained_by
 
 MAY_ASK = (
@@ -80,3 +85,47 @@ def refuse_left_behind(module: nn.Module, *_) -> None:
     for param in module.parameters():
         if is_released(param) and trained_by(param) is None:
             raise RuntimeError(LEFT_BEHIND)
+
+
+@seams.at("wrapped")
+def refuse_state_dict(stage) -> None:
+    """Let state_dict() and load_state_dict() of stage.model, and of each module in it, raise an
+    error that says what to do, unless stage.shown: a state dict of placeholders would be a
+    checkpoint of NaN."""
+
+    if not hasattr(stage, "units"):  # not stage 3
+        return
+
+    def refuse(stage, module, *_):
+        if not stage.shown and any(True for _ in module.parameters()):
+            raise RuntimeError("at stage 3 a rank holds shards only: put model.state_dict() or "
+                               "model.load_state_dict() under `with zero.gather_parameters():`, "
+                               "on all ranks; or save zero.state_dict(), this rank's part")
+
+    tie = WeakHook(refuse, stage, left=refuse_left_behind)
+    for module in stage.model.modules():
+        module.register_state_dict_pre_hook(tie)
+        module.register_load_state_dict_pre_hook(tie)
+
+
+@seams.at("wrapped")
+def refuse_nested_tensors(stage) -> None:
+    """Let each nn.TransformerEncoder of stage.model refuse a call with another result here. In
+    evaluation it reads its first layer's parameters: released ones turn off a fast path that leaves
+    zeros where the padding is."""
+
+    if not hasattr(stage, "units"):
+        return
+
+    def refuse(stage, module, args, kwargs):
+        padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
+        plain = module.training or torch.is_grad_enabled() or stage.shown
+        if padding is not None and module.use_nested_tensor and not plain:
+            raise RuntimeError("at stage 3 an evaluation with src_key_padding_mask would not put "
+                               "zeros where the padding is, as nested tensors do: build "
+                               "nn.TransformerEncoder(…, enable_nested_tensor=False), or evaluate "
+                               "under `with zero.gather_parameters():`, on all ranks")
+
+    for module in stage.model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.register_forward_pre_hook(WeakHook(refuse, stage), with_kwargs=True)

@@ -1,13 +1,30 @@
-"""A collective with an unknown op, or with sizes that do not fit, is refused before it sends
-anything.
+"""A collective is refused before it sends anything: on a rank that is not in its group, with an
+unknown op or sizes that do not fit, and in a process that was forked from a rank. That one shares
+the rank's connections, and its messages would mix with the rank's.
 
-Seam: collective.
+Seam: collective. Mistake: at stage 3 a DataLoader's worker, or a process that the user forked,
+calls the model.
 """
+
+import os
+import weakref
+
+import torch.distributed as dist
 
 from zero_minimal.core import seams
 from zero_minimal.core.work import Call
 
 OPS = {"reduce_scatter": ("sum", "avg"), "all_reduce": ("sum", "avg", "max")}
+
+_process_of = weakref.WeakKeyDictionary()  # group: the process that joined it
+
+
+@seams.at("collective")
+def refuse_strangers(moment: str, call: Call) -> None:
+    """Raises: ValueError on a rank that is not in the group."""
+    if call.group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{call.name}: this rank, {dist.get_rank()} of the world, is not in "
+                         "group=: call it on the ranks of the group alone")
 
 
 @seams.at("collective")
@@ -26,3 +43,14 @@ def check_arguments(moment: str, call: Call) -> None:
         if whole != call.group.size() * part:
             raise ValueError(f"{call.name}: {whole} elements are not {call.group.size()} times the "
                              f"{name}'s {part}")
+
+
+@seams.at("collective")
+def refuse_forked(moment: str, call: Call) -> None:
+    """Raises: RuntimeError in a process that was forked from a rank."""
+    if _process_of.setdefault(call.group, os.getpid()) != os.getpid():
+        raise RuntimeError(
+            "this process was forked from a rank, which alone may start collectives and wait for "
+            "them (at stage 3 each forward does): let the rank itself call the model, or fork "
+            "before the ranks join and let the child work on a copy of the weights"
+        )

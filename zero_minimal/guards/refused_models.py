@@ -1,11 +1,13 @@
-"""Models that cannot be trained are refused before anything in them is changed.
+"""Models that cannot be trained are refused before anything in them is changed. A wrap that fails
+later, on all ranks, leaves a model that can be wrapped again. (Its values may be rank 0's by then.)
 
-Seams: model_given, groups_given, units_given, wrapped.
+Seams: model_given, groups_given, units_given, wrapped, wrap_failed.
 Mistakes: two parameters over the same memory, a parameter that has no shape yet, one of another
 model, a wrapper that sends gradients itself, a model whose forward changes its parameters, a
 bucket_bytes that is no number of bytes, …
 """
 
+import contextlib
 import itertools
 
 import torch
@@ -15,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
+from zero_minimal.core.units import gather_anew, is_released
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards.ownership import refuse_no_module
 
@@ -181,3 +184,10 @@ def _refuse_inside_ddp(*_) -> None:
         raise RuntimeError("DistributedDataParallel is around a model that has a stage, so both "
                            "would send its gradients: leave DistributedDataParallel out, and call "
                            "zero.model")
+
+
+@seams.at("wrap_failed")
+def make_whole(stage) -> None:
+    lost = [bucket for bucket in stage.all_buckets if any(map(is_released, bucket.params))]
+    with contextlib.suppress(RuntimeError):  # other ranks may be elsewhere, or gone
+        gather_anew(lost, stage.group)

@@ -10,6 +10,7 @@ import errno
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from zero_minimal.core import optimizers
 from zero_minimal.core.set_up import parameter_groups
+from zero_minimal.core.weak_hooks import nothing
 from zero_minimal.guards import same_on_all_ranks
 from zero_minimal.guards.refused_optimizers import STEPS
 from zero_minimal.offloading import files
@@ -173,21 +175,11 @@ def _tensors(kind: type, options: dict, group: dict, dtype: torch.dtype) -> dict
     return {"gradient": dtype, "master": wide, **state}
 
 
-class Nobody:
-    """A bus for a rehearsal."""
-
-    def send(self, words, tensor=None):
-        pass
-
-    def emptied(self, parcel):
-        pass
-
-
 def _rehearse(state: Kept, asked: Asked) -> None:
     """Do what a step does, with zeros, for the largest shard of each group."""
     by_size = sorted(asked.shards, key=lambda number: asked.shards[number][0])
     largest = {asked.shards[number][2]: number for number in by_size}
-    bus, state.bus = state.bus, Nobody()
+    bus, state.bus = state.bus, SimpleNamespace(send=nothing, emptied=nothing)
     bus.outgoing.zero_()  # so that they are resident
     bus.incoming.zero_()
     for number in largest.values():

@@ -101,7 +101,7 @@ class Bus:
         """Put words and a tensor on the bus; wait only if both buffers are in use. The tensor may
         be changed when this returns."""
         if tensor is None:
-            return self._put((words, None))
+            return self.pipe.put((words, None))
         if tensor.nbytes > self.outgoing.shape[-1]:
             raise NotSent(f"{tensor.nbytes} bytes do not fit into a buffer of the bus, of "
                           f"{self.outgoing.shape[-1]}: send shards, in the parameters' dtype")
@@ -113,7 +113,7 @@ class Bus:
         done = self._fill(place, tensor.detach().view(-1), start)
         self.sent += tensor.nbytes
         self._tell(True, tensor.nbytes, done, asked)
-        self._put((words, (buffer, tensor.dtype, tensor.numel(), done)))
+        self.pipe.put((words, (buffer, tensor.dtype, tensor.numel(), done)))
 
     def receive(self) -> Parcel:
         """The next parcel, once all of it is here."""
@@ -134,7 +134,7 @@ class Bus:
 
     def emptied(self, parcel: Parcel) -> None:
         """The parcel's buffer may be filled again."""
-        self._put(parcel.buffer)
+        self.pipe.put(parcel.buffer)
 
     def close(self) -> None:
         """Close the bus for both sides: a later use raises OtherSideGone."""
@@ -146,7 +146,7 @@ class Bus:
             self._look()
         _, load = self._arrived.popleft()
         if load:
-            self._put(load[0])
+            self.pipe.put(load[0])
 
     def last_words(self) -> list[tuple]:
         """After OtherSideGone: what that side had sent, and this side has not received."""
@@ -195,9 +195,6 @@ class Bus:
             self.hear(Crossing(leaves, size, end - seconds, end, asked, now))
 
     # the pipe
-
-    def _put(self, message: object) -> None:
-        self.pipe.put(message)
 
     def _look(self) -> None:
         """Wait for the next message: a parcel, or the number of a buffer that was emptied."""

@@ -26,10 +26,6 @@ class Budget:
         _forget_highest()
         self.program = resident_bytes() or 0
 
-    def used(self) -> int:
-        """Bytes in use now."""
-        return (resident_bytes() or 0) - self.program
-
     def highest(self) -> int:
         """The most bytes in use so far."""
         known = in_status("VmHWM", "RssFile")

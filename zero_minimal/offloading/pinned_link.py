@@ -86,7 +86,7 @@ class PinnedBus(Bus):
 
     def emptied(self, parcel: Parcel) -> None:
         read = self._read.pop(parcel.buffer, None)
-        self._put(parcel.buffer if read is None else Emptied(parcel.buffer, read))
+        self.pipe.put(parcel.buffer if read is None else Emptied(parcel.buffer, read))
 
     def _is_unused(self, message: object) -> int:
         if isinstance(message, Emptied):

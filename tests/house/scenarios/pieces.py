@@ -2,27 +2,11 @@
 
 import torch
 import torch.nn.functional as F
-from house.odd_models import WIDTH, Layer
+from house.odd_models import WIDTH, Chain, Layer  # noqa: F401
 from torch import nn
 from torch.optim import SGD
 
 MOMENTUM = dict(lr=0.1, momentum=0.9, weight_decay=0.1)
-
-
-class Chain(nn.Module):
-    """Root parameters before and after a list of layers."""
-
-    def __init__(self, layer=Layer, count=3, head=3):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(layer() for _ in range(count))
-        self.head = nn.Linear(WIDTH, head)
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 class Writer(nn.Module):
@@ -62,18 +46,32 @@ def next_word(model, me, step):
     return F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
 
 
-def train(me, model, optimizer=SGD, steps=4, loss=squares, each=None, units=None, groups=None, **options):
-    """The usual loop. each(zero, step): what else is done before the update."""
-    options = options or MOMENTUM
-    if groups is not None:
-        options = {**options, "param_groups": groups}
-    zero = me.wrap(model, optimizer, units=units, **options)
-    for step in range(steps):
-        value = loss(model, me, step)
-        value.backward()
-        me.note(value)
+def wrapped(me, model=None, optimizer=SGD, units=None, **options):
+    """A model, a Chain if none is given, and its stage."""
+    model = model or Chain()
+    return model, me.wrap(model, optimizer, units=units, **(options or MOMENTUM))
+
+
+def go_on(me, zero, steps, loss=squares, backward=None, each=None, after=None):
+    """The usual loop, with a stage that is there. backward(zero, step): forward and backward, if they are not those of
+    loss(model, me, step). each(zero, step) and after(zero, step): what else is done before the update, and after it."""
+    for step in steps:
+        if backward:
+            backward(zero, step)
+        else:
+            value = loss(zero.model, me, step)
+            value.backward()
+            me.note(value)
         if each:
             each(zero, step)
         zero.step()
         zero.zero_grad()
+        if after:
+            after(zero, step)
+
+
+def train(me, model=None, optimizer=SGD, steps=4, loss=squares, backward=None, each=None, after=None, **options):
+    """The usual loop with a new stage, which it returns."""
+    _, zero = wrapped(me, model, optimizer, **options)
+    go_on(me, zero, range(steps), loss, backward, each, after)
     return zero

@@ -1,10 +1,11 @@
 """Scenarios: weights that are read, edited, averaged, saved and loaded while a stage trains them."""
 
+import contextlib
 import copy
 import io
 
 import torch
-from house.scenarios.pieces import MOMENTUM, Chain, Layer, squares, train
+from house.scenarios.pieces import MOMENTUM, Chain, Layer, go_on, squares, train, wrapped
 from house.scenarios.stand import scenario
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -13,18 +14,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 GATHER = r"under `with zero\.gather_parameters\(\):`, on all ranks"
 
 
-def training(me, what, steps=4, model=None, optimizer=SGD, **options):
+def training(me, what, **options):
     """Train; what(zero, step) comes after each update."""
-    model = model or Chain()
-    zero = me.wrap(model, optimizer, **(options or MOMENTUM))
-    for step in range(steps):
-        loss = squares(model, me, step)
-        loss.backward()
-        zero.step()
-        zero.zero_grad()
-        me.note(loss)
-        what(zero, step)
-    return zero
+    return train(me, after=what, **options)
 
 
 def in_gathered(change):
@@ -152,43 +144,25 @@ for words, edit in {"load_state_dict(assign=True)": by_assign, "a new nn.Paramet
         lambda me, edit=edit: training(me, in_gathered(edit)))
 
 
-def edited_between(edit):
-    """After backward, before the update."""
-    def play(me):
-        train(me, Chain(), each=lambda zero, step: edit(zero.model, step))
-
-    return play
+scenario("edited between backward and step", or_refused=f"{REPLACED}|{GATHER}")(
+    lambda me: train(me, each=lambda zero, step: clamp(zero.model)))
 
 
-scenario("edited between backward and step", or_refused=f"{REPLACED}|{GATHER}")(edited_between(clamp))
-
-
-@scenario("16-bit weights edited outside", naive=False, dtype=torch.float32, tolerance=2e-2, or_refused=GATHER)
-def edited_16_bit(me):
-    def what(zero, step):
+def edited_in_16_bit(me, gathered):
+    def edit(zero, step):
         if step == 2:
-            new_values(zero.model)
+            with zero.gather_parameters() if gathered else contextlib.nullcontext():
+                new_values(zero.model)
 
-    model = Chain().bfloat16()
-    zero = me.wrap(model, AdamW, lr=0.01)
-    for step in range(5):
-        model(me.x(step).bfloat16()).float().square().mean().backward()
-        zero.step()
-        zero.zero_grad()
-        what(zero, step)
+    def backward(zero, step):
+        zero.model(me.x(step).bfloat16()).float().square().mean().backward()
+
+    training(me, edit, model=Chain().bfloat16(), optimizer=AdamW, steps=5, backward=backward, lr=0.01)
 
 
-@scenario("16-bit weights edited in gather_parameters()", naive=False, dtype=torch.float32, tolerance=2e-2)
-def edited_16_bit_gathered(me):
-    model = Chain().bfloat16()
-    zero = me.wrap(model, AdamW, lr=0.01)
-    for step in range(5):
-        model(me.x(step).bfloat16()).float().square().mean().backward()
-        zero.step()
-        zero.zero_grad()
-        if step == 2:
-            with zero.gather_parameters():
-                new_values(model)
+LOW = dict(naive=False, dtype=torch.float32, tolerance=2e-2)
+scenario("16-bit weights edited outside", or_refused=GATHER, **LOW)(lambda me: edited_in_16_bit(me, False))
+scenario("16-bit weights edited in gather_parameters()", **LOW)(lambda me: edited_in_16_bit(me, True))
 
 
 @scenario(naive=False, worlds=(2, 3, 4), refused="gather_parameters.*(alike|all ranks)")
@@ -267,10 +241,7 @@ def copied(copy_it, gathered):
 
         def what(zero, step):
             if step == 1:
-                if gathered:
-                    with zero.gather_parameters():
-                        kept.append(copy_it(zero.model))
-                else:
+                with zero.gather_parameters() if gathered else contextlib.nullcontext():
                     kept.append(copy_it(zero.model))
                 with torch.no_grad():
                     me.note(kept[0](me.x(77)))
@@ -337,22 +308,10 @@ def through_a_file(state):
 
 def restarted(optimizer, **options):
     def play(me):
-        model = Chain()
-        zero = me.wrap(model, optimizer, **options)
-        for step in range(2):
-            squares(model, me, step).backward()
-            zero.step()
-            zero.zero_grad()
-        saved = through_a_file(zero.state_dict())
-        again = Chain()
-        zero = me.wrap(again, optimizer, **options)
+        saved = through_a_file(train(me, None, optimizer, steps=2, **options).state_dict())
+        _, zero = wrapped(me, None, optimizer, **options)
         zero.load_state_dict(saved)
-        for step in range(2, 4):
-            loss = squares(again, me, step)
-            loss.backward()
-            zero.step()
-            zero.zero_grad()
-            me.note(loss)
+        go_on(me, zero, range(2, 4))
 
     return play
 
@@ -364,19 +323,11 @@ scenario("saved and restarted, AdamW", naive=False)(restarted(AdamW, lr=0.01))
 @scenario(naive=False)
 def back_to_a_saved_state(me):
     """Early stopping: the best state is loaded into the same stage."""
-    model = Chain()
-    zero = me.wrap(model, AdamW, lr=0.01)
-    for step in range(4):
-        if step == 2:
-            best = through_a_file(zero.state_dict())
-        loss = squares(model, me, step)
-        loss.backward()
-        zero.step()
-        zero.zero_grad()
-        me.note(loss)
+    zero = train(me, None, AdamW, steps=2, lr=0.01)
+    best = through_a_file(zero.state_dict())
+    go_on(me, zero, range(2, 4))
     zero.load_state_dict(best)
-    squares(model, me, 9).backward()
-    zero.step()
+    go_on(me, zero, [9])
 
 
 @scenario(refused={"stage3": GATHER})
@@ -406,9 +357,7 @@ def state_dict_kept_without_a_clone(me):
     with zero.gather_parameters():
         kept += zero.model.state_dict().values() if me.stage == "stage3" else [
             value.clone() for value in zero.model.state_dict().values()]
-    squares(zero.model, me, 7).backward()
-    zero.step()
-    zero.zero_grad()
+    go_on(me, zero, [7])
     me.note(*kept)
 
 
@@ -444,19 +393,16 @@ def rank_0_evaluates_in_gather_parameters(me):
 
 @scenario(naive=False, refused={"stage3": r"backward\(\) outside gather_parameters\(\)"})
 def backward_in_gather_parameters(me):
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
-    for step in range(3):
+    def backward(zero, step):
         with zero.gather_parameters():
-            squares(model, me, step).backward()
-        zero.step()
-        zero.zero_grad()
+            squares(zero.model, me, step).backward()
+
+    train(me, steps=3, backward=backward)
 
 
 @scenario(naive=False, refused={"stage3": r"leave gather_parameters\(\) first"})
 def a_step_in_gather_parameters(me):
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
+    model, zero = wrapped(me)
     for step in range(3):
         squares(model, me, step).backward()
         with zero.gather_parameters():
@@ -467,9 +413,8 @@ def a_step_in_gather_parameters(me):
 @scenario(naive=False)
 def the_stage_object_is_forgotten(me):
     """`del zero` while the model lives on; then another model."""
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
-    squares(model, me, 0).backward()
+    _, zero = wrapped(me)
+    squares(zero.model, me, 0).backward()
     zero.step()
     del zero
     train(me, Chain())

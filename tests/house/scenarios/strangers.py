@@ -8,15 +8,20 @@ they end with the losses and weights of plain PyTorch, or are refused at once wi
 
 import contextlib
 import tempfile
+import warnings
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from house.odd_models import WIDTH, Layer
-from house.scenarios.pieces import Chain, Writer, next_word, squares
+from house.scenarios.passes import Recomputing
+from house.scenarios.pieces import Chain, Writer, go_on, next_word, squares, train, wrapped
 from house.scenarios.stand import Scenario
 from torch import nn
 from torch.optim import SGD, AdamW, lr_scheduler
 from torch.utils.checkpoint import checkpoint
+
+from zero_minimal.checkpoint import saved_state
 
 STRANGERS: dict = {}
 ADAM = dict(lr=0.01, weight_decay=0.1)
@@ -29,12 +34,6 @@ def stranger(refused=None, **options):
         return play
 
     return enter
-
-
-@stranger(or_refused=r"Clip with zero\.clip_grad_norm_")
-def torchs_clipping(me):
-    """Tied weights, torch's own clip_grad_norm_, a schedule."""
-    tied_and_scheduled(me, lambda zero: nn.utils.clip_grad_norm_(zero.model.parameters(), 0.1))
 
 
 @stranger(or_refused=r"the shards in zero\.optimizer have a gradient only while .* Clip with zero\.clip_grad_norm_")
@@ -53,17 +52,13 @@ class Bagged(Layer):
 
 @stranger(or_refused="is released|a view of a parameter is read after the parameter was released")
 def a_penalty_on_weights_that_layers_have_left_in_a_list(me):
-    model = Chain(Bagged)
-    zero = me.wrap(model, AdamW, **ADAM)
-    for step in range(4):
+    def loss(model, me, step):
         bag = []
         for layer in model.layers:
             layer.bag = bag
-        loss = squares(model, me, step) + 0.01 * torch.cat(bag).square().sum()
-        me.backward(loss)
-        me.note(loss)
-        zero.step()
-        zero.zero_grad()
+        return squares(model, me, step) + 0.01 * torch.cat(bag).square().sum()
+
+    train(me, Chain(Bagged), AdamW, loss=loss, **ADAM)
 
 
 @stranger()
@@ -73,85 +68,40 @@ def tied_weights_clipped_and_a_schedule(me):
 
 
 def tied_and_scheduled(me, clip):
-    model = Writer(tied=True)
-    zero = me.wrap(model, AdamW, **ADAM)
-    schedule = lr_scheduler.CosineAnnealingLR(zero.optimizer, 6)
-    for step in range(6):
-        loss = next_word(model, me, step)
+    def backward(zero, step):
+        loss = next_word(zero.model, me, step)
         me.backward(loss)
         me.note(loss, clip(zero))
-        zero.step()
-        schedule.step()
-        zero.zero_grad()
+
+    _, zero = wrapped(me, Writer(tied=True), AdamW, **ADAM)
+    schedule = lr_scheduler.CosineAnnealingLR(zero.optimizer, 6)
+    go_on(me, zero, range(6), backward=backward, after=lambda zero, step: schedule.step())
 
 
 @stranger()
 def accumulation_and_a_smaller_last_batch(me):
     """Micro-batches of 5, 5 and 2, each weighted by its share; more of them in some steps."""
-    model = Chain()
-    zero = me.wrap(model, AdamW, **ADAM)
-    for step in range(5):
+    def backward(zero, step):
         sizes = (5, 5, 2) if step % 2 else (5, 1)
         for number, size in enumerate(sizes):
             last = number + 1 == len(sizes)
             with contextlib.nullcontext() if last else zero.no_sync():
-                y = model(me.x(10 * step + number, size, WIDTH))
+                y = zero.model(me.x(10 * step + number, size, WIDTH))
                 loss = y.square().sum() / (sum(sizes) * y.shape[1])
                 loss.backward()
             me.note(loss)
         me.note(zero.clip_grad_norm_(1.0))
-        zero.step()
-        zero.zero_grad()
 
-
-def frozen_model():
-    model = Chain()
-    model.first.requires_grad_(False)
-    model.layers[0].requires_grad_(False)
-    return model
-
-
-def tuned(me, model, steps, thaw=None):
-    zero = me.wrap(model, AdamW, **ADAM)
-    for step in steps:
-        if step == thaw:
-            model.requires_grad_(True)
-        loss = squares(model, me, step)
-        loss.backward()
-        zero.step()
-        zero.zero_grad()
-        me.note(loss)
-    return zero
-
-
-@stranger(or_refused="set requires_grad before, and build model and stage anew")
-def frozen_layers_thawed_midway(me):
-    tuned(me, frozen_model(), range(6), thaw=3)
-
-
-@stranger()
-def frozen_layers_and_a_new_stage_when_thawed(me):
-    """What the refusal says to do."""
-    zero = tuned(me, frozen_model(), range(3))
-    with zero.gather_parameters():
-        weights = {name: value.clone() for name, value in zero.model.state_dict().items()}
-    model = Chain()
-    model.load_state_dict(weights)
-    tuned(me, model, range(3, 6))
+    train(me, None, AdamW, steps=5, backward=backward, **ADAM)
 
 
 @stranger()
 def an_average_edits_and_evaluations(me):
     """A moving average, weights clamped by hand, an evaluation with the average in their place."""
-    model = Chain()
-    zero = me.wrap(model, SGD, lr=0.1, momentum=0.9)
+    model, zero = wrapped(me)
     mean = []
     for step in range(5):
-        loss = squares(model, me, step)
-        loss.backward()
-        zero.step()
-        zero.zero_grad()
-        me.note(loss)
+        go_on(me, zero, [step])
         with zero.gather_parameters(), torch.no_grad():
             for param in model.parameters():
                 param.clamp_(-0.3, 0.3)
@@ -239,78 +189,40 @@ def statistics_dropout_and_a_branch(me):
         model.train()
 
 
-class Recomputed(Chain):
-    def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.head(x)
-
-
 @stranger()
 def compiled_and_recomputed(me):
-    import warnings
-
-    model = Recomputed(count=2)
-    zero = me.wrap(model, SGD, lr=0.1, momentum=0.9)
+    model, zero = wrapped(me, Recomputing(lambda layer, x: checkpoint(layer, x, use_reentrant=False)))
+    compiled = torch.compile(model, backend="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        compiled = torch.compile(model, backend="eager")
-        for step in range(4):
-            loss = compiled(me.x(step)).square().mean()
-            loss.backward()
-            zero.step()
-            zero.zero_grad()
-            me.note(loss)
+        go_on(me, zero, range(4), loss=lambda model, me, step: squares(compiled, me, step))
 
 
 @stranger()
 def saved_and_resumed_on_fewer_ranks(me):
     """Two steps on all ranks, then each goes on alone, with rank 0's batches."""
-    model = Chain()
-    zero = me.wrap(model, AdamW, **ADAM)
-    for step in range(2):
-        squares(model, me, step).backward()
-        zero.step()
-        zero.zero_grad()
-    alone = alone_plainly if me.stage == "plain" else alone_from_a_folder
-    alone(me, zero, Chain, AdamW, ADAM, lambda other, step: other(me.x(step, of=0)).square().mean(), range(2, 5))
+    zero, model = train(me, None, AdamW, steps=2, **ADAM), Chain()
+    alone = (alone_plainly if me.stage == "plain" else alone_from_a_folder)(me, zero, model)
+    go_on(me, alone, range(2, 5), loss=lambda model, me, step: model(me.x(step, of=0)).square().mean())
+    with getattr(alone, "gather_parameters", contextlib.nullcontext)():
+        me.note(*model.parameters())
 
 
-def alone_from_a_folder(me, zero, build, optimizer, options, loss, steps):
-    """A world of all ranks saves, and each rank, a world of its own, loads and goes on."""
-    import torch.distributed as dist
-
-    from zero_minimal.checkpoint import saved_state
-
+def alone_from_a_folder(me, zero, model):
+    """A world of all ranks saves, and each rank, a world of its own, loads."""
     folders = [tempfile.mkdtemp() if me.rank == 0 else None]
     dist.broadcast_object_list(folders, 0, group=me.group)
     saved_state.save(zero, folders[0], step=2)
-    alone = [dist.new_group([rank]) for rank in range(me.size)][me.rank]
-    model = build()
-    other = me.kind(model, optimizer, group=alone, bucket_bytes=700, **options)
-    saved_state.load(other, folders[0])
-    _goes_on(me, other, loss, steps)
-    dist.destroy_process_group(alone)
+    group = [dist.new_group([rank]) for rank in range(me.size)][me.rank]
+    alone = me.kind(model, AdamW, group=group, bucket_bytes=700, **ADAM)
+    saved_state.load(alone, folders[0])
+    return alone
 
 
-def alone_plainly(me, zero, build, optimizer, options, loss, steps):
+def alone_plainly(me, zero, model):
     """The same with what torch itself keeps."""
-    model = build()
     model.load_state_dict(zero.model.state_dict())
-    other = optimizer(model.parameters(), **options)
-    other.load_state_dict(zero.optimizer.state_dict())
-    other.model = model
-    _goes_on(me, other, loss, steps)
-
-
-def _goes_on(me, zero, loss, steps):
-    for step in steps:
-        value = loss(zero.model, step)
-        value.backward()
-        zero.step()
-        zero.zero_grad()
-        me.note(value)
-    whole = getattr(zero, "gather_parameters", contextlib.nullcontext)
-    with whole():
-        me.note(*zero.model.parameters())
+    alone = AdamW(model.parameters(), **ADAM)
+    alone.load_state_dict(zero.optimizer.state_dict())
+    alone.model = model
+    return alone

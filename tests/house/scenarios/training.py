@@ -1,9 +1,11 @@
 """Scenarios: optimizers, schedules, gradients that users look at and change, precision, uneven data."""
 
+import contextlib
 import warnings
+from functools import partial
 
 import torch
-from house.scenarios.pieces import MOMENTUM, Chain, Writer, next_word, squares, train
+from house.scenarios.pieces import MOMENTUM, Chain, Writer, go_on, next_word, squares, train, wrapped
 from house.scenarios.stand import scenario
 from torch import nn, optim
 from torch.optim import SGD, AdamW, lr_scheduler
@@ -33,34 +35,23 @@ for kind, (optimizer, options) in OPTIMIZERS.items():
         lambda me, optimizer=optimizer, options=options: train(me, Chain(), optimizer, steps=6, **options)
     )
 
-NOT_ELEMENT_WISE = {
-    "LBFGS": (optim.LBFGS, dict(lr=0.1)),
-    "Adafactor": (optim.Adafactor, dict(lr=0.1)),
-    "Muon": (getattr(optim, "Muon", optim.Adafactor), dict(lr=0.1)),
-    "SparseAdam": (optim.SparseAdam, dict(lr=0.1)),
-}
-for kind, (optimizer, options) in NOT_ELEMENT_WISE.items():
-    scenario(f"optimizer {kind}", naive=False, worlds=(2,), refused="not element-wise.*use AdamW, Adam, SGD")(
-        lambda me, optimizer=optimizer, options=options: train(me, Chain(), optimizer, **options)
-    )
-
 
 class Late(SGD):
-    """SGD that scales its update by the norm of what it updates, from the fourth step on."""
+    """SGD that scales its update by the norm of what it updates, after ten steps."""
 
     def step(self, closure=None):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     steps = self.state[param]["steps"] = self.state[param].get("steps", 0) + 1
-                    if steps > 3:
+                    if steps > 10:
                         param.grad.div_(param.grad.norm() + 1)
         return super().step(closure)
 
 
-@scenario("optimizer of the user's own, not element-wise later", naive=False, refused="element-wise")
+@scenario("optimizer of the user's own, not element-wise later", naive=False, refused="Late is not element-wise")
 def _late(me):
-    train(me, Chain(), Late, steps=6, lr=0.1)
+    train(me, Chain(), Late, lr=0.1)
 
 
 class Counts(SGD):
@@ -118,7 +109,7 @@ def matrices_and_others(model):
 @scenario(naive=False)
 def a_learning_rate_and_decay_a_group(me):
     model = Chain()
-    train(me, model, AdamW, groups=matrices_and_others(model), lr=0.01)
+    train(me, model, AdamW, param_groups=matrices_and_others(model), lr=0.01)
 
 
 @scenario(naive=False)
@@ -126,7 +117,7 @@ def groups_by_layer_with_names(me):
     model = Chain()
     groups = [dict(params=list(layer.named_parameters()), lr=0.1 * 0.5**number)
               for number, layer in enumerate(model.layers)]
-    train(me, model, SGD, groups=groups, lr=0.1, momentum=0.9)
+    train(me, model, SGD, param_groups=groups, lr=0.1, momentum=0.9)
 
 
 @scenario(naive=False)
@@ -134,7 +125,7 @@ def a_group_of_frozen_parameters(me):
     model = Chain()
     model.first.requires_grad_(False)
     groups = [dict(params=list(model.first.parameters()), lr=1.0), dict(params=list(model.head.parameters()))]
-    train(me, model, groups=groups, lr=0.1)
+    train(me, model, param_groups=groups, lr=0.1)
 
 
 @scenario(naive=False)
@@ -142,10 +133,10 @@ def tied_weights_across_groups(me):
     model = Writer(tied=True)
     layers = list(model.layers.parameters())
     groups = [dict(params=[model.embedding.weight], lr=0.01), dict(params=layers)]
-    train(me, model, AdamW, groups=groups, loss=next_word, lr=0.02)
+    train(me, model, AdamW, param_groups=groups, loss=next_word, lr=0.02)
 
 
-@scenario(naive=False, refused="name all groups in param_groups= when you wrap")
+@scenario(naive=False, refused="a group cannot be added to zero.optimizer.*param_groups= when")
 def a_group_added_later(me):
     model = Chain()
     zero = me.wrap(model, SGD, lr=0.1)
@@ -155,19 +146,15 @@ def a_group_added_later(me):
 def freeze_or_unfreeze(me, before, after):
     model = Chain()
     model.layers[0].requires_grad_(before)
-    zero = me.wrap(model, SGD, **MOMENTUM)
-    for step in range(4):
-        if step == 2:
-            model.layers[0].requires_grad_(after)
-        model(me.x(step)).square().mean().backward()
-        zero.step()
-        zero.zero_grad()
+    zero = train(me, model, steps=2)
+    model.layers[0].requires_grad_(after)
+    go_on(me, zero, range(2, 4))
 
 
 WRAP_ANEW = r"'layers.0.gain' was (un)?frozen after wrapping.*set requires_grad before, and build model and stage anew"
-scenario("unfreezing", or_refused=WRAP_ANEW)(lambda me: freeze_or_unfreeze(me, False, True))
-scenario("freezing", or_refused=WRAP_ANEW, naive=False)(
-    lambda me: freeze_or_unfreeze(me, True, False))
+AT_STAGES = dict.fromkeys(("stage0", "stage1", "stage2", "stage3"), WRAP_ANEW)
+scenario("unfreezing", refused=AT_STAGES)(lambda me: freeze_or_unfreeze(me, False, True))
+scenario("freezing", refused=AT_STAGES, naive=False)(lambda me: freeze_or_unfreeze(me, True, False))
 
 
 @scenario("unfreezing, and a new stage", naive=False, or_refused="belongs to a (Stage|Late). already")
@@ -186,21 +173,19 @@ def unfreezing_and_a_new_stage(me):
 # ------------------------------------------------------------------------------------------------------------ schedules
 
 
-def scheduled(make, **options):
+def scheduled(make):
     def play(me):
-        model = Chain()
-        zero = me.wrap(model, SGD, **(options or MOMENTUM))
+        _, zero = wrapped(me)
         schedule = make(zero.optimizer)
-        for step in range(6):
-            loss = squares(model, me, step)
-            loss.backward()
-            zero.step()
-            zero.zero_grad()
+
+        def after(zero, step):
             if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
                 schedule.step(abs(step - 2))
             else:
                 schedule.step()
-            me.note(loss, zero.optimizer.param_groups[0]["lr"])
+            me.note(zero.optimizer.param_groups[0]["lr"])
+
+        go_on(me, zero, range(6), after=after)
 
     return play
 
@@ -231,22 +216,14 @@ def learning_rate_changed_by_hand(me):
 
 
 def accumulating(local, clip=0.0):
-    def play(me):
-        model = Chain()
-        zero = me.wrap(model, SGD, **MOMENTUM)
-        for step in range(3):
-            for micro in range(3):
-                if local and micro < 2:
-                    with zero.no_sync():
-                        squares(model, me, 3 * step + micro).backward()
-                else:
-                    squares(model, me, 3 * step + micro).backward()
-            if clip:
-                me.note(zero.clip_grad_norm_(clip))
-            zero.step()
-            zero.zero_grad()
+    def backward(me, zero, step):
+        for micro in range(3):
+            with zero.no_sync() if local and micro < 2 else contextlib.nullcontext():
+                squares(zero.model, me, 3 * step + micro).backward()
+        if clip:
+            me.note(zero.clip_grad_norm_(clip))
 
-    return play
+    return lambda me: train(me, steps=3, backward=partial(backward, me))
 
 
 scenario("accumulation")(accumulating(False))
@@ -258,42 +235,30 @@ scenario("accumulation, clipped")(accumulating(False, 0.01))
 @scenario()
 def the_last_batch_under_no_sync_too(me):
     """step() reduces what nobody has."""
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
-    for step in range(3):
+    def backward(zero, step):
         with zero.no_sync():
-            squares(model, me, step).backward()
-        zero.step()
-        zero.zero_grad()
+            squares(zero.model, me, step).backward()
+
+    train(me, steps=3, backward=backward)
 
 
 @scenario(or_refused=r"not in the same collective.*with no_sync\(\) around the same ones", worlds=(2, 3, 4))
 def no_sync_on_one_rank_alone(me):
     """Where no_sync() is nothing to do, as in the naive way and at stage 3, it is right."""
-    import contextlib
-
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
-    for step in range(3):
+    def backward(zero, step):
         for micro in range(2):
             with zero.no_sync() if me.rank == 0 and micro == 0 else contextlib.nullcontext():
-                squares(model, me, 2 * step + micro).backward()
-        zero.step()
-        zero.zero_grad()
+                squares(zero.model, me, 2 * step + micro).backward()
+
+    train(me, steps=3, backward=backward)
 
 
 @scenario("batches that do not come out even, stopped together")
 def uneven_together(me):
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
+    _, zero = wrapped(me)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that some are unread
-        for step in me.together(range(3 + me.rank)):
-            loss = squares(model, me, step)
-            loss.backward()
-            zero.step()
-            zero.zero_grad()
-            me.note(loss)
+        go_on(me, zero, me.together(range(3 + me.rank)))
 
 
 # ---------------------------------------------------------------------------------------- gradients in the user's hands
@@ -325,17 +290,9 @@ def clipped_tied_frozen(me):
     train(me, model, loss=next_word, each=lambda zero, step: me.note(zero.clip_grad_norm_(0.1)))
 
 
-def with_gradients(me, change, steps=3, before=None):
+def with_gradients(me, change):
     """Train, and do something with the gradients between backward and step."""
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
-    for step in range(steps):
-        if before:
-            before(zero)
-        me.backward(squares(model, me, step))
-        change(zero, step)
-        zero.step()
-        zero.zero_grad()
+    train(me, steps=3, backward=lambda zero, step: me.backward(squares(zero.model, me, step)), each=change)
 
 
 OURS = r"zero\.clip_grad_norm_|zero\.zero_grad|reduced_gradients|zero\.step"  # the line to write instead
@@ -347,11 +304,6 @@ OURS = r"zero\.clip_grad_norm_|zero\.zero_grad|reduced_gradients|zero\.step"  # 
 @scenario("torch's clip_grad_norm_", or_refused=OURS, naive=False)
 def torchs_clip(me):
     with_gradients(me, lambda zero, step: me.note(nn.utils.clip_grad_norm_(zero.model.parameters(), 0.1)))
-
-
-@scenario("torch's clip_grad_value_", or_refused=OURS, naive=False)
-def torchs_clip_value(me):
-    with_gradients(me, lambda zero, step: nn.utils.clip_grad_value_(zero.model.parameters(), 0.01))
 
 
 @scenario("the norm of .grad, for a log", or_refused=OURS, naive=False)
@@ -373,16 +325,6 @@ def reduced_norm(me):
         me.note(square**0.5)
 
     with_gradients(me, look)
-
-
-@scenario(".grad scaled by hand", or_refused=OURS, naive=False)
-def grad_scaled(me):
-    def halve(zero, step):
-        for param in zero.model.parameters():
-            if param.grad is not None:
-                param.grad.mul_(0.5)
-
-    with_gradients(me, halve)
 
 
 @scenario(".grad assigned by hand", or_refused=OURS, naive=False)
@@ -414,18 +356,15 @@ def grad_noise(me):
 
 
 def drop_a_batch(how):
-    def play(me):
-        model = Chain()
-        zero = me.wrap(model, SGD, **MOMENTUM)
-        for step in range(4):
-            squares(model, me, step).backward()
-            if step == 1:  # this one is not wanted
-                how(zero)
-                squares(model, me, 100 + step).backward()
-            zero.step()
-            zero.zero_grad()
+    def backward(me, zero, step):
+        with zero.no_sync():
+            squares(zero.model, me, 200 + step).backward()
+        squares(zero.model, me, step).backward()
+        if step == 1:  # these two are not wanted
+            how(zero)
+            squares(zero.model, me, 100 + step).backward()
 
-    return play
+    return lambda me: train(me, backward=partial(backward, me))
 
 
 DROP = {
@@ -434,6 +373,7 @@ DROP = {
     "model.zero_grad(set_to_none=False)": lambda zero: zero.model.zero_grad(set_to_none=False),
     "zero.optimizer.zero_grad()": lambda zero: zero.optimizer.zero_grad(),
     "zero.optimizer.zero_grad(set_to_none=False)": lambda zero: zero.optimizer.zero_grad(set_to_none=False),
+    "param.grad = None": lambda zero: [setattr(param, "grad", None) for param in zero.model.parameters()],
 }
 for words, how in DROP.items():
     scenario(f"a batch dropped with {words}", or_refused=OURS)(drop_a_batch(how))
@@ -441,8 +381,7 @@ for words, how in DROP.items():
 
 def zero_between_steps(how):
     def play(me):
-        model = Chain()
-        zero = me.wrap(model, SGD, **MOMENTUM)
+        model, zero = wrapped(me)
         for step in range(4):
             how(zero)
             loss = squares(model, me, step)
@@ -459,8 +398,7 @@ for words, how in DROP.items():
 
 @scenario()
 def zero_grad_between_forward_and_backward(me):
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
+    model, zero = wrapped(me)
     for step in range(3):
         loss = squares(model, me, step)
         zero.zero_grad()
@@ -470,8 +408,7 @@ def zero_grad_between_forward_and_backward(me):
 
 @scenario(or_refused=r"call zero\.zero_grad\(\)")
 def zero_grad_forgotten(me):
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
+    model, zero = wrapped(me)
     for step in range(3):
         squares(model, me, step).backward()
         zero.step()
@@ -479,8 +416,7 @@ def zero_grad_forgotten(me):
 
 @scenario(or_refused=r"call zero\.step\(\)", naive=False, learns=False)
 def step_of_the_optimizer_itself(me):
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
+    model, zero = wrapped(me)
     for step in range(3):
         me.backward(squares(model, me, step))
         zero.optimizer.step()
@@ -489,29 +425,23 @@ def step_of_the_optimizer_itself(me):
 
 @scenario(or_refused=r"zero\.step\(\)|call it once|zero_grad")
 def two_steps_after_one_backward(me):
-    def each(zero, step):
-        zero.step()
-
-    train(me, Chain(), each=each)
+    train(me, each=lambda zero, step: zero.step())
 
 
 @scenario()
 def a_step_without_a_backward(me):
     """Gradients count as zero: momentum and decay move on, as README and docstrings say."""
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
-    for step in range(4):
+    def backward(zero, step):
         if step != 2:
-            squares(model, me, step).backward()
-        zero.step()
-        zero.zero_grad()
+            squares(zero.model, me, step).backward()
+
+    train(me, backward=backward)
 
 
 @scenario()
 def a_step_that_is_not_finite_is_skipped(me):
     """On one rank a loss is NaN; all see it in the norm."""
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
+    model, zero = wrapped(me)
     for step in range(4):
         loss = squares(model, me, step)
         if step == 1 and me.rank == me.size - 1:
@@ -523,21 +453,15 @@ def a_step_that_is_not_finite_is_skipped(me):
         zero.zero_grad()
 
 
-@scenario(refused={"stage3": "is released.*units="})
-def a_term_for_the_weights_in_the_loss(me):
+def with_a_term(model, me, step):
     """L2 by hand, over all parameters."""
-    def loss(model, me, step):
-        return squares(model, me, step) + 0.01 * sum(param.square().sum() for param in model.parameters())
-
-    train(me, Chain(), loss=loss)
+    return squares(model, me, step) + 0.01 * sum(param.square().sum() for param in model.parameters())
 
 
-@scenario("a term for the weights in the loss, and the model one unit")
-def a_term_one_unit(me):
-    def loss(model, me, step):
-        return squares(model, me, step) + 0.01 * sum(param.square().sum() for param in model.parameters())
-
-    train(me, Chain(), loss=loss, units=[])
+scenario("a term for the weights in the loss", refused={"stage3": "is released.*units="})(
+    lambda me: train(me, loss=with_a_term))
+scenario("a term for the weights in the loss, and the model one unit")(
+    lambda me: train(me, loss=with_a_term, units=[]))
 
 
 # ------------------------------------------------------------------------------------------------------------ precision
@@ -674,11 +598,10 @@ def a_part_of_a_model_wrapped_too(me):
 # ---------------------------------------------------------------------------------------------- graphs that live longer
 
 
-@scenario(refused="modified by an inplace operation|a backward|zero_grad|step")
+@scenario(refused="has been modified by an inplace operation")
 def a_graph_kept_across_a_step(me):
     """Plain PyTorch refuses it where the update changed, in place, what backward needs."""
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
+    model, zero = wrapped(me)
     loss = squares(model, me, 0)
     loss.backward(retain_graph=True)
     zero.step()
@@ -687,11 +610,10 @@ def a_graph_kept_across_a_step(me):
     zero.step()
 
 
-@scenario(refused="modified by an inplace operation|a backward|zero_grad|step")
+@scenario(refused="has been modified by an inplace operation")
 def a_forward_before_the_step_and_its_backward_after(me):
     """Pipelining by hand: the next batch's forward runs before this batch's update."""
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
+    model, zero = wrapped(me)
     loss = squares(model, me, 0)
     for step in range(1, 3):
         following = squares(model, me, step)
@@ -706,58 +628,38 @@ def a_forward_before_the_step_and_its_backward_after(me):
 # ------------------------------------------------------------------------------------------------- two ranks apart
 
 
-@scenario(refused={"stage0": "not in the same collective", "stage1": "not in the same collective",
-                   "stage2": "not in the same collective", "stage3": "not in the same collective"},
-          worlds=(2, 3, 4), naive=False)
+@scenario(refused="not in the same collective", worlds=(2, 3, 4), naive=False)
 def one_rank_takes_a_batch_more(me):
-    model = Chain()
-    zero = me.wrap(model, SGD, **MOMENTUM)
-    for step in range(3):
+    def backward(zero, step):
         for micro in range(2 if me.rank == 0 else 1):
-            squares(model, me, 2 * step + micro).backward()
-        zero.step()
-        zero.zero_grad()
+            squares(zero.model, me, 2 * step + micro).backward()
+
+    train(me, steps=3, backward=backward)
 
 
 # -------------------------------------------------------------- parameters that change hands after wrapping, and hooks
 
 
-def go_on(zero, model, me, steps):
-    """The usual loop, with a stage that is there already."""
-    for step in steps:
-        squares(model, me, step).backward()
-        zero.step()
-        zero.zero_grad()
-
-
-def scaled_by_a_hook(me, before: bool):
-    model = Chain()
-
-    def hook(param):
-        param.grad.mul_(0.1)
-
-    def register():
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(hook)
-
-    if before:
-        register()
-    zero = me.wrap(model, SGD, lr=0.1)
-    if not before:
-        register()
-    go_on(zero, model, me, range(3))
-
-
-scenario("a hook after accumulation from before wrapping", naive=False)(lambda me: scaled_by_a_hook(me, True))
-scenario("a hook after accumulation from after wrapping", naive=False)(lambda me: scaled_by_a_hook(me, False))
+def hooked(model, hook):
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+    return model
 
 
 def go_on_with_a_hook(me, hook):
-    model = Chain()
-    zero = me.wrap(model, SGD, lr=0.1)
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(hook)
-    go_on(zero, model, me, range(2))
+    model, zero = wrapped(me)
+    hooked(model, hook)
+    go_on(me, zero, range(3))
+
+
+def scale_gradient(param):
+    param.grad.mul_(0.1)
+
+
+scenario("a hook after accumulation from before wrapping", naive=False)(
+    lambda me: train(me, hooked(Chain(), scale_gradient)))
+scenario("a hook after accumulation from after wrapping", naive=False)(
+    lambda me: go_on_with_a_hook(me, scale_gradient))
 
 
 CHANGES = {"reads": lambda grad: grad, "changes": lambda grad: grad.mul_(0.5),
@@ -765,19 +667,14 @@ CHANGES = {"reads": lambda grad: grad, "changes": lambda grad: grad.mul_(0.5),
 
 
 def two_passes_with_a_hook(me, change):
-    model = Chain()
-
     def hook(param):
         param.grad = change(param.grad)
 
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(hook)
-    zero = me.wrap(model, SGD, lr=0.1)
-    for step in range(2):
+    def backward(zero, step):
         for half in range(2):
-            squares(model, me, 2 * step + half).backward()
-        zero.step()
-        zero.zero_grad()
+            squares(zero.model, me, 2 * step + half).backward()
+
+    train(me, hooked(Chain(), hook), steps=2, backward=backward)
 
 
 ONCE = r"finds the gradient of that pass alone.*backward\(\) once.*param\.register_hook"
@@ -794,10 +691,9 @@ scenario("a hook after accumulation that takes .grad away", naive=False, learns=
 
 
 def changed_after_wrapping(me, change):
-    model = Chain()
-    zero = me.wrap(model, SGD, lr=0.1)
+    model, zero = wrapped(me)
     change(model.layers)
-    go_on(zero, model, me, range(2))
+    go_on(me, zero, range(2))
 
 
 GONE = "is in the model no more: its module was removed after wrapping, or another parameter stands in its place"
@@ -813,12 +709,11 @@ scenario("a block added after wrapping", naive=False,
 
 @scenario(naive=False)
 def a_vector_of_all_parameters_put_back(me):
-    model = Chain()
-    zero = train(me, model)
+    zero = train(me)
     with zero.gather_parameters(), torch.no_grad():
-        vector = nn.utils.parameters_to_vector(model.parameters())
-        nn.utils.vector_to_parameters(0.5 * vector, model.parameters())
-    go_on(zero, model, me, range(3, 6))
+        vector = nn.utils.parameters_to_vector(zero.model.parameters())
+        nn.utils.vector_to_parameters(0.5 * vector, zero.model.parameters())
+    go_on(me, zero, range(3, 6))
 
 
 @scenario(naive=False, refused="parameter '0.* belongs to a (Stage|Late). already, with another model, a Chain")
