@@ -388,6 +388,15 @@ WRONG |= {  # what strangers handed in, and had full marks
     "g keeps its x for backward": Wrong(
         1, "test_f_copies_nothing", r"2\.0 times the memory of its result lives because of g, whose x nobody",
         g(forward=SUM + "\nctx.save_for_backward(x)", gradient="gradient.expand_as(ctx.saved_tensors[0])")),
+    "in evaluations g has one buffer for a shape": Wrong(
+        1, "test_values_pass_f_and_g", r"the second call changed the result of the first one",
+        edited("05_tensor_parallel", "g", ("    return ReduceFromModelParallelRegion.apply(x, group)", """
+    result = ReduceFromModelParallelRegion.apply(x, group)
+    if x.requires_grad:
+        return result
+    if not hasattr(g, "kept") or g.kept.shape != x.shape or g.kept.dtype != x.dtype:
+        g.kept = torch.empty_like(result)
+    return g.kept.copy_(result)"""))),
 }
 
 RIGHT = {

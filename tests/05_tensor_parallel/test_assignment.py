@@ -199,6 +199,9 @@ def _end(end, rank, group):
     x = drawn(rank, 1, *SHAPE)  # as in an evaluation, and its rows lie in order
     y = end(x, group)
     found["plain_kept"] = torch.equal(x, drawn(rank, 1, *SHAPE))
+    before = y.clone()
+    end(drawn(rank, 2, *SHAPE), group)  # another x, of this shape
+    found["result_kept"] = torch.equal(y, before)
     y.detach().zero_()
     found["plain_apart"] = torch.equal(x, drawn(rank, 1, *SHAPE))
     phases = Phases()
@@ -278,6 +281,9 @@ def test_values_pass_f_and_g(assignment, world_size):
             assert found["g"][kept], (
                 f"rank {rank} of {world_size}: the result of g lies in the memory of its x{words}: who changes it "
                 "changes x. It is in memory of its own at every M, also at 1")
+        assert found["g"]["result_kept"], (
+            f"rank {rank} of {world_size}: g was called twice, with two x of one shape that want no gradient, and the "
+            "second call changed the result of the first one: each result is in memory of its own")
 
 
 @pytest.mark.step(1, points=1, stuck=SAME)
