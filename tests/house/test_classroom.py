@@ -495,6 +495,12 @@ def test_a_machine_that_is_too_busy_takes_no_points(messages, monkeypatch, tmp_p
     with pytest.raises(Busy, match="too busy to judge: the tests could not be read"):
         nothing = judging.Reported(COLLECTIVES, Grades(COLLECTIVES), whole=True)
         list(judging.reports(SimpleNamespace(begin=lambda *_: nullcontext(unread)), "", nothing, 9))
+    monkeypatch.setattr(os, "getloadavg", lambda: (60.0, 30.0, 10.0))
+    starved = SimpleNamespace(lines=lambda: iter([b'{"begins": "one"}']), is_late=True)
+    begun = judging.Reported(COLLECTIVES, Grades(COLLECTIVES), whole=False)
+    begun.announced({"one": dict(step=1, check="one", points=1)})
+    with pytest.raises(Busy, match="too busy to judge: 60 programs at a time want its"):
+        list(judging.reports(SimpleNamespace(begin=lambda *_: nullcontext(starved)), "", begun, 9))
 
     def busy(*_, **__):
         raise Busy(told[-1]["busy"])
