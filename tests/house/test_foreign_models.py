@@ -128,15 +128,15 @@ def test_modules_draw_their_values_as_the_library_says(written):
 def test_gaps():
     """15% of each sequence, the same for the same batch, and no other target counts."""
     tokens = data.read_tokens()
-    batches = masking.Masked(data.Batches(tokens, 4, 40, 1, 0), 256, 1, 0)
+    batches = data.Batches(tokens, 4, 40, 1, 0, gap=256)
     (inputs, targets), second = next(batches), next(batches)
     assert ((inputs == 256).sum(1) == 6).all() and torch.equal(inputs == 256, targets != -100)
     plain, _ = next(data.Batches(tokens, 4, 40, 1, 0))
     assert torch.equal(torch.where(targets == -100, inputs, targets), plain)
-    again = masking.Masked(data.Batches(tokens, 4, 40, 1, 0), 256, 1, 0)
+    again = data.Batches(tokens, 4, 40, 1, 0, gap=256)
     again.skip(1)
     assert toys.identical(next(again), second) and again.drawn == batches.drawn == 2
-    other = next(masking.Masked(data.Batches(tokens, 4, 40, 1, 1), 256, 1, 1))
+    other = next(data.Batches(tokens, 4, 40, 1, 1, gap=256))
     assert not torch.equal(other[0] == 256, inputs == 256)
     assert (masking.with_gaps(tokens[None, :5].long(), 256, "short")[0] == 256).sum() == 1
 
