@@ -9,12 +9,12 @@ from house.test_foreign_models import outcomes
 
 from zero_minimal.__main__ import main
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
-from zero_minimal.paper.shapes import GPTConfig
 from zero_minimal.processes import ranks
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.measured import measure
 from zero_minimal.programs.planning import plan
 from zero_minimal.programs.simulation import simulate
+from zero_minimal.workload import loop
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import Settings
 
@@ -101,16 +101,6 @@ def test_the_plan_of_a_large_vocabulary_is_what_running_code_peaks_at(kind, stag
     assert 1 / 1.02 < told["rows"][stage]["together"] / run["peak"] < 1 / 0.92
 
 
-def test_the_formula_of_our_gpt_was_off(tmp_path):
-    """Before, a Llama was planned as a GPT of its width and depth: its gated MLP and fewer heads for keys were not."""
-    model, sizes = ForeignModel(config(tmp_path, "llama", LARGE), 512, recompute=False), LARGE["llama"]
-    gpt = GPTConfig(sizes["num_hidden_layers"], sizes["hidden_size"], sizes["num_attention_heads"], 512,
-                    sizes["vocab_size"], dropout=0.0)
-    peak = simulate(Case(model, 2, 16, "bf16", 8)).report["memory"]["peak"]
-    before, after = (plan(each, 16, 32e9, "bf16", 8)["rows"][2]["together"] / peak for each in (gpt, model))
-    assert abs(before - 1) > 0.07 > abs(after - 1), (before, after)
-
-
 def test_a_tokenizer_of_the_model(tmp_path):
     """Its tokens are what is read, and those it has are what the model must have."""
     tokenizers = pytest.importorskip("tokenizers")
@@ -125,7 +115,7 @@ def test_a_tokenizer_of_the_model(tmp_path):
     model = config(tmp_path, "llama")
     settings = Settings(model=model, tokenizer=str(file), text=str(text), sequence=8)
     assert settings.read_tokens().tolist() == tokenizer.encode(text.read_text()).ids
-    assert max(next(iter(settings_batches(settings)))[0].flatten()) < tokenizer.get_vocab_size()
+    assert max(next(loop.training_batches(settings, 0))[0].flatten()) < tokenizer.get_vocab_size()
     (tmp_path / "bert").mkdir()
     masked = Settings(model=config(tmp_path / "bert", "bert", {"bert": KINDS["bert"] | {"vocab_size": 300}}),
                       tokenizer=str(file), sequence=8)
@@ -135,18 +125,6 @@ def test_a_tokenizer_of_the_model(tmp_path):
     text.write_bytes(b"\xff\xfe no text")
     with pytest.raises(ValueError, match="not UTF-8"):
         settings.read_tokens()
-
-
-def settings_batches(settings):
-    from zero_minimal.workload import loop
-
-    return loop.training_batches(settings, 0)
-
-
-def test_compare_says_which_model(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["compare", "--model", config(tmp_path, "gpt2"), "--sequence", "65"])
-    assert "reads at most 64 tokens: give --sequence 64 or less" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("kind", LARGE)
