@@ -192,11 +192,11 @@ def test_another_model_of_the_same_shapes(written, tmp_path):
 
 
 def beside(model, batch, dtype, stage, ranks=16):
-    """The plan's peak, by what was measured, and the running code's."""
-    told = plan(model, ranks, 32e9, dtype, batch)["rows"][stage]
-    run = simulate(Case(model, stage, ranks, dtype, batch)).report
-    assert told["parameters"] == run["theory"]["parameters"]
-    return told["together"] / run["memory"]["peak"]
+    """A plan, and its peak, by what was measured, over the running code's."""
+    told, run = plan(model, ranks, 32e9, dtype, batch), simulate(Case(model, stage, ranks, dtype, batch)).report
+    row = told["rows"][stage]
+    assert row["parameters"] == run["theory"]["parameters"]
+    return told, row["together"] / run["memory"]["peak"]
 
 
 LARGE = dict(vocab_size=2000, hidden_size=256, intermediate_size=896, num_hidden_layers=6, num_attention_heads=8,
@@ -209,7 +209,7 @@ CASES = [(0, True, True, 8), (1, False, False, 1), (2, True, False, 8), (2, Fals
 def test_the_plan_of_a_model_is_what_running_code_peaks_at(stage, recompute, tied, batch, written):
     """Stated bound, as for our GPT: the code is at most 1% above the plan, and at most 8% below."""
     model = ForeignModel(written(**LARGE, tie_word_embeddings=tied), 512, recompute)
-    assert 1 / 1.01 < beside(model, batch, "bf16", stage) < 1 / 0.92
+    assert 1 / 1.01 < beside(model, batch, "bf16", stage)[1] < 1 / 0.92
 
 
 def test_the_command(written, tmp_path, capsys):
