@@ -52,22 +52,12 @@ def counted(report):
     return {state: report["memory"][state] for state in formulas.STATES}, report["host_memory"], report["bus"]
 
 
-def simulated_report(stage):
-    return simulate(Case(SMALL, stage, 2, "bf16", batch=2, bucket_bytes=int(BUCKET * 2**20), offload="cpu")).report
-
-
-@pytest.mark.parametrize("stage", (1, 2, 3))
-def test_rank_host_and_bus_are_the_formulas_to_the_byte(stage):
-    """As real ones are: test_plans.py."""
-    report = simulated_report(stage)
-    assert counted(report) == says(report)
-    assert report["name"] == f"stage {stage}, offloaded"
-
-
-def test_a_simulated_rank_is_a_real_one_to_the_byte():
+def test_a_simulated_rank_is_a_real_one_and_the_formula_to_the_byte():
     for stage, real in enumerate(toys.run(real_reports, 2)[0], 1):
-        simulated = simulated_report(stage)
-        assert counted(simulated) == counted(real)
+        case = Case(SMALL, stage, 2, "bf16", batch=2, bucket_bytes=int(BUCKET * 2**20), offload="cpu")
+        simulated = simulate(case).report
+        assert counted(simulated) == counted(real) == says(simulated)
+        assert simulated["name"] == f"stage {stage}, offloaded"
         for name in ("name", "stage", "theory", "padding", "device_memory"):
             assert simulated[name] == real[name]
         assert simulated["traffic"]["sent_bytes"] == real["traffic"]["sent_bytes"]

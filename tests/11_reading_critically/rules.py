@@ -12,9 +12,10 @@ ALIKE_SIMULATED = ("stage", "ranks", "dtype", "batch", "layers", "hidden", "head
 
 
 def ran(kind, missing, at_least=1, **like):
-    """At least so many entries of this kind, with these values."""
+    """At least so many entries of this kind, with these values. missing: a sentence, in which {case} is the case."""
     def need(case: Case) -> str:
-        return "" if len(case.entries(kind, **like)) >= at_least else f"card {case.card}: {missing}"
+        has = len(case.entries(kind, **like)) >= at_least
+        return "" if has else f"card {case.card}: {missing.format(case=case)}"
     return need
 
 
@@ -39,8 +40,7 @@ def alike(*groups):
     """A run of each of these groups, new models of the lab's sizes, that differ in nothing else. groups: values of an
     entry of kind "train"; one may be a function of the case."""
     def need(case: Case) -> str:
-        wanted = [{name: value(case) if callable(value) else value for name, value in group.items()}
-                  for group in groups]
+        wanted = [of_case(case, group) for group in groups]
         varied = {name for group in wanted for name in group}
         kept, found = [name for name in ALIKE if name not in varied], []
         for group in wanted:
@@ -60,6 +60,11 @@ def alike(*groups):
                         f"differs than that: {', '.join(names)}. Which of them is the cause? Change one thing")
         return ""
     return need
+
+
+def of_case(case: Case, values: dict) -> dict:
+    """The values, where one may be a function of the case."""
+    return {name: value(case) if callable(value) else value for name, value in values.items()}
 
 
 def told(values: dict) -> str:
@@ -120,14 +125,12 @@ def reset(first, second):
 def simulated(*stages, **like):
     """One rank at each of these stages, with these values."""
     def need(case: Case) -> str:
-        wanted = {name: value(case) if callable(value) else value for name, value in like.items()}
+        with_what = " and ".join(f"{name}={value}" for name, value in of_case(case, like).items())
         for stage in stages:
-            if not case.entries("simulate", stage=stage, **wanted):
-                if runs := case.entries("simulate", stage=stage):
-                    return no_such(case, f"stage {stage}", runs, wanted)
-                with_what = " and ".join(f"{name}={value}" for name, value in wanted.items())
-                return (f"card {case.card}: stage {stage} was not simulated{' with ' * bool(wanted)}{with_what}: it is "
-                        "what the card asks about")
+            missing = (f"stage {stage} was not simulated{' with ' * bool(like)}{with_what}: it is what the card asks "
+                       "about")
+            if fault := sized({"stage": stage}, missing, **like)(case):
+                return fault
         return ""
     return need
 
@@ -145,7 +148,7 @@ def no_such(case: Case, what: str, runs: list[dict], wanted: dict) -> str:
 def sized(what, missing, **like):
     """Simulations with these values, where something of the kind was simulated at all. what: values that say so."""
     def need(case: Case) -> str:
-        wanted = {name: value(case) if callable(value) else value for name, value in like.items()}
+        wanted = of_case(case, like)
         if case.entries("simulate", **what, **wanted):
             return ""
         runs = case.entries("simulate", **what)
@@ -169,30 +172,14 @@ def far(case: Case) -> str:
             "from a condition that is not said. Simulate many more devices, too")
 
 
-def one_device(case: Case) -> str:
-    """Card 4: the claim is about a device by itself."""
-    if case.entries("train", ranks=1):
-        return ""
-    return (f"card {case.card}: N = 1 is what the claim speaks of, and this ran on {case.ranks} ranks, which share. "
-            "What "
-            "is a partition of one? (ranks=1)")
-
-
-def hosted(case: Case) -> str:
-    """Card 4: the other way to run it."""
-    if any(entry["offload"] for entry in case.entries("train", ranks=1)):
-        return ""
-    return (f"card {case.card}: N = 1 alone says nothing yet: there is another way to run ZeRO on one device, with "
-            "model states on its host (offload=True)")
-
-
-def goes_on(case: Case) -> str:
-    """Card 1: what the report really did."""
-    if case.entries("train", fresh=False):
-        return ""
-    return (f"card {case.card}: no run went on with the model of another (model=…): the number is what such a run "
-            "gains, "
-            "and it is what was taken for a merit of ZeRO")
+# card 4: the claim is about a device by itself, and there is another way to run it
+one_device = ran("train", "N = 1 is what the claim speaks of, and this ran on {case.ranks} ranks, which share. What "
+                          "is a partition of one? (ranks=1)", ranks=1)
+hosted = ran("train", "N = 1 alone says nothing yet: there is another way to run ZeRO on one device, with "
+                      "model states on its host (offload=True)", ranks=1, offload=True)
+# card 1: what the report really did
+goes_on = ran("train", "no run went on with the model of another (model=…): the number is what such a run gains, "
+                       "and it is what was taken for a merit of ZeRO", fresh=False)
 
 
 def two_batches(case: Case) -> str:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from checks import FSDP2_RUNS_ON_THE_CPU
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 from zero_minimal import __main__ as program
 from zero_minimal.activation_partitioning import checkpoint_blocks
@@ -29,6 +29,7 @@ from zero_minimal.paper.quantities import size_text
 from zero_minimal.processes import ranks
 from zero_minimal.programs import deepspeed_written
 from zero_minimal.programs.cases import CONSTANT, Case
+from zero_minimal.programs.measured import FUSED
 from zero_minimal.programs.planning import plan
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.simulation import simulate
@@ -128,9 +129,7 @@ def test_constant_buffers_do_not_grow_with_the_model(layers):
 # ----------------------------------------------------------------------------------------------------------- operations
 
 SMALL = GPTConfig(layers=3, hidden=64, heads=4, sequence=32, vocabulary=40, dropout=0.0)
-# torch's counter knows the fused kernels of GPUs; what it says of them holds for the CPU's
-KERNELS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+KERNELS = FUSED | {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
         lambda gradient, q, k, v, *_, **__: sdpa_backward_flop_count(gradient, q, k, v),
 }

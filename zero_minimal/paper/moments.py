@@ -204,7 +204,14 @@ def shared(number: int, ranks: int) -> int | float:
 def highest(stage: int, work: Work, shards: int, offloaded: bool = False) -> Moment:
     """The peak of a step. shards: ranks that share the states. offloaded: their hosts keep and update the optimizer's
     state."""
-    return _highest_of(_moments(stage, work, shards, offloaded))
+    states = formulas.states_on_device(stage, work.parts().whole, shards, work.dtype, offloaded, work.optimizer_bytes,
+                                       work.gradient_bytes)
+    all_states = sum(states.values())
+    # backward makes the gradients, except those of earlier micro-batches
+    before = all_states - (states["gradients"] if stage >= 2 and work.accumulate == 1 else 0)
+    passing = _passing(stage, work, shards) | ({"update": 0} if offloaded else {})
+    return _highest_of([Moment(name, before if name in BEFORE_GRADIENTS else all_states, activations, passing[name])
+                        for name, activations in work.at_moments().items()])
 
 
 @exported
@@ -218,17 +225,6 @@ def construction(stage: int, work: Work) -> float:
     unit by unit, and every step of it uses more."""
     parts = work.parts()
     return 0 if stage == 3 else max(2 * parts.whole, parts.drawn) * BYTES[work.dtype][0]
-
-
-def _moments(stage: int, work: Work, shards: int, offloaded: bool) -> list[Moment]:
-    states = formulas.states_on_device(stage, work.parts().whole, shards, work.dtype, offloaded, work.optimizer_bytes,
-                                       work.gradient_bytes)
-    all_states = sum(states.values())
-    # backward makes the gradients, except those of earlier micro-batches
-    before = all_states - (states["gradients"] if stage >= 2 and work.accumulate == 1 else 0)
-    passing = _passing(stage, work, shards) | ({"update": 0} if offloaded else {})
-    return [Moment(name, before if name in BEFORE_GRADIENTS else all_states, activations, passing[name])
-            for name, activations in work.at_moments().items()]
 
 
 @exported

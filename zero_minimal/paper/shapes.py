@@ -46,7 +46,8 @@ def shape_for(
     Raises: ValueError if the model is too small for these.
     """
     vocabulary = VOCABULARY if parameters >= SMALL else 256
-    ideal = (parameters / 12 / layers**3) ** 0.5 if layers else _aspect(parameters)  # Ψ ≈ 12 L³ aspect²
+    usual = max(20.0, 33 * (parameters / 1.5e9) ** 0.277)  # width over depth: 33 at 1.5B, 200 at 1T
+    ideal = (parameters / 12 / layers**3) ** 0.5 if layers else usual  # Ψ ≈ 12 L³ aspect²
     best = None
     for head in (128, 64, 16) if parameters >= 1e9 else (64, 16):
         step = head * model_parallel
@@ -71,11 +72,6 @@ def shape_for(
                          f"{model_parallel} model-parallel ranks: ask for more parameters or fewer of these ranks, or "
                          "give --layers and --hidden")
     return best[1]
-
-
-def _aspect(parameters: int) -> float:
-    """Width over depth: 33 at 1.5B, 200 at 1T."""
-    return max(20.0, 33 * (parameters / 1.5e9) ** 0.277)
 
 
 def usual_shape(parameters: int, sequence: int, model_parallel: int, recompute: bool) -> GPTConfig:

@@ -6,7 +6,6 @@ Two passes on fake tensors, which have sizes and no memory:
     forward, backward     the most activations at each moment of a step, under the memory ledger
 """
 
-import contextlib
 import dataclasses
 import functools
 from dataclasses import dataclass
@@ -139,10 +138,6 @@ def kind_of(name: str, counts: dict) -> str:
     return "recomputed" if name == "recomputed" else "unfused"
 
 
-def batch_of(model: ForeignModel, batch: int) -> torch.Tensor:
-    return torch.zeros(batch, model.sequence, dtype=torch.int64)
-
-
 def shapes(model: nn.Module, foreign: ForeignModel) -> dict:
     """The numbers of elements in the model's parts."""
     root, *units = find_units(model)
@@ -177,7 +172,7 @@ def saved(model: nn.Module, foreign: ForeignModel, batch: int) -> tuple[int, int
         unit.module.register_forward_pre_hook(
             lambda module, args, kwargs: inputs.update({id(module): next(tensors_in((args, kwargs)))}),
             with_kwargs=True)
-    tokens = batch_of(foreign, batch)
+    tokens = torch.zeros(batch, foreign.sequence, dtype=torch.int64)
     not_kept.add(tokens.untyped_storage()._cdata)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(tokens, tokens)
@@ -197,39 +192,39 @@ def operations(forward: dict, head: int, recompute: bool, again: bool, kind: str
 
 
 def step(model: nn.Module, foreign: ForeignModel, batch: int) -> dict:
-    """The peak of activations at each moment."""
+    """The peak of activations at each moment. The model keeps hooks: it is made for this step alone."""
     ledger, marks = Ledger(), []
     units = [unit.module for unit in find_units(model)[1:]]
 
     def mark(name: str) -> None:
         marks.append((name, ledger.trace[-1].seconds))
 
+    def mark_in_backward(tensors, name: str) -> None:
+        first = next(tensors_in(tensors))
+        if first.requires_grad and torch._C._current_graph_task_id() == -1:  # not in recomputation
+            first.register_hook(lambda gradient: mark(name))
+
     def after(number: int):
         def hook(module, args, output):
             if number == len(units) - 1 and not marks:
                 mark("logits")
-            first = next(tensors_in(output))
-            if first.requires_grad and torch._C._current_graph_task_id() == -1:  # not in recomputation
-                first.register_hook(lambda gradient: mark(f"unit {number}"))
+            mark_in_backward(output, f"unit {number}")
         return hook
 
-    with contextlib.ExitStack() as undo:
-        for number, unit in enumerate(units):
-            undo.callback(unit.register_forward_hook(after(number)).remove)
-        first = units[0].register_forward_pre_hook(watch_input(mark), with_kwargs=True)
-        undo.callback(first.remove)
-        undo.enter_context(ledger)
+    for number, unit in enumerate(units):
+        unit.register_forward_hook(after(number))
+    units[0].register_forward_pre_hook(
+        lambda module, args, kwargs: mark_in_backward((args, kwargs), "input"), with_kwargs=True)
+    with ledger:
         ledger.watch(model)
-        undo.enter_context(HeadsGradient(over_words(find_units(model)[0], foreign), ledger, mark))
-        tokens = batch_of(foreign, batch)
-        model(tokens, tokens).backward()
-        mark("end")
+        with HeadsGradient(over_words(find_units(model)[0], foreign), ledger, mark):
+            tokens = torch.zeros(batch, foreign.sequence, dtype=torch.int64)
+            model(tokens, tokens).backward()
+            mark("end")
     windows = {"logits": ("logits", f"unit {len(units) - 1}"), "top": (f"unit {len(units) - 1}", None),
-               "bottom": ("unit 0", None), "embedding": ("input", "end"), "head": ("head", None)}
+               "bottom": ("unit 0", None), "embedding": ("input", "end"), "with_head": ("head", None)}
     timeline = ledger.timeline
-    found = {name: highest_between(timeline, marks, *window) for name, window in windows.items()}
-    found["with_head"] = found.pop("head")
-    return found
+    return {name: highest_between(timeline, marks, *window) for name, window in windows.items()}
 
 
 class HeadsGradient(TorchDispatchMode):
@@ -254,17 +249,6 @@ class HeadsGradient(TorchDispatchMode):
                 if operator.overloadpacket is torch.ops.aten.mm:
                     self.mark("head")
         return result
-
-
-def watch_input(mark):
-    """A hook that marks when backward has left the first unit."""
-
-    def hook(module, args, kwargs):
-        first = next(tensors_in((args, kwargs)))
-        if first.requires_grad and torch._C._current_graph_task_id() == -1:
-            first.register_hook(lambda gradient: mark("input"))
-
-    return hook
 
 
 def highest_between(timeline: list, marks: list, start: str, end: str | None) -> int:

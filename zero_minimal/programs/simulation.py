@@ -99,26 +99,23 @@ class _Run:
             somebody = torch.nn.Module()
             self.ledger.watch(somebody)  # so that tensors without an owner count as temporary buffers
             self._construct(mesh)
-            self.ledger.watch(self.model, self.zero, *filter(None, [self.system]))
+            self.ledger.watch(self.model, self.zero)
             self.bus = None
             if isinstance(getattr(self.zero, "host", None), host_process.Host):
                 self.bus, bus = BusMeter(self.zero), self.zero.host.bus
                 self.ledger.claim([bus.outgoing, bus.incoming], "buffers")
             with around(self.model, self.zero) if around else contextlib.nullcontext():
                 for step in range(1, case.steps + 1):
-                    with self._metered() if step == case.steps else contextlib.nullcontext():
+                    with contextlib.ExitStack() as metered:
+                        if step == case.steps:  # whose traffic is reported
+                            metered.enter_context(self.meter)
+                            metered.enter_context(self.bus.step() if self.bus else contextlib.nullcontext())
                         self._step(step)
                         self.states = self.ledger.states()
             self.timeline = self.ledger.timeline
             # last, since this waits for all pending transfers
             self.away = self.bus.report(self.states) | {"resident": None} if self.bus else {}
             self.kept_by_hosts = sum(each.kept_bytes() for each in hosts)  # also of hosts that zero does not show
-
-    @contextlib.contextmanager
-    def _metered(self):
-        """A context around the step whose traffic is reported."""
-        with self.meter, self.bus.step() if self.bus else contextlib.nullcontext():
-            yield
 
     def _phase(self, name: str) -> None:
         self.tell(name)
@@ -127,13 +124,12 @@ class _Run:
     def _construct(self, mesh: Mesh) -> None:
         case, dtype = self.case, DTYPES[self.case.dtype]
         options = OPTIONS | {"bucket_bytes": bucket_bytes(case)}
-        self.system = None
         self._phase("model")
         with new_tensors_in(dtype), torch.no_grad():
             if case.config:
                 device = torch.device("cpu")
-                self.system = System(case.config, case.model, mesh, case.batch, dtype, device, AdamW, **options)
-                self.model, self.zero = self.system.model, self.system
+                self.zero = System(case.config, case.model, mesh, case.batch, dtype, device, AdamW, **options)
+                self.model = self.zero.model
                 return
             # stage 3 builds it unit by unit, and so must a learner's own system
             with torch.device("meta" if case.stage == 3 or case.build else "cpu"):

@@ -5,6 +5,8 @@ computed. The ledger then has the parameters and what no system can avoid: rest(
 and their moments, show how long it must live: live(t).
 """
 
+from itertools import accumulate
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,8 +70,4 @@ def _live(reads: Reads, moments: int) -> list[int]:
         if times:
             change[min(times[0], moments)] += reads.sizes[place]
             change[min(times[-1], moments)] -= reads.sizes[place]
-    live, all_moments = 0, []
-    for step in change[:-1]:
-        live += step
-        all_moments.append(live)
-    return all_moments
+    return list(accumulate(change[:-1]))

@@ -12,6 +12,7 @@ from pydoc_data.topics import topics
 import torch
 
 from zero_minimal.workload import tokens as by_tokenizer
+from zero_minimal.workload.masking import with_gaps
 
 
 def read_tokens(text: str = "", tokenizer: str = "") -> torch.Tensor:
@@ -55,21 +56,26 @@ def split(tokens: torch.Tensor, sequence: int) -> tuple[torch.Tensor, torch.Tens
 class Batches:
     """Random crops of the text, without end.
 
-    Each item is (inputs, targets), both int64 [batch, sequence]; targets are one byte ahead. Each
-    rank draws its own, from `seed` and `rank` alone: stage, world size and model do not change
-    them.
+    Each item is (inputs, targets), both int64 [batch, sequence]; targets are one byte ahead, or,
+    with a mask token `gap`, what is masked (masking.py). Each rank draws its own, from `seed` and
+    `rank` alone: stage, world size and model do not change them.
     """
 
-    def __init__(self, tokens: torch.Tensor, batch: int, sequence: int, seed: int, rank: int):
-        self.tokens, self.batch, self.sequence = tokens, batch, sequence
-        self.random = random.Random(f"seed {seed}, rank {rank}")
+    def __init__(self, tokens: torch.Tensor, batch: int, sequence: int, seed: int, rank: int,
+                 gap: int | None = None):
+        self.tokens, self.batch, self.sequence, self.gap = tokens, batch, sequence, gap
+        self.name = f"seed {seed}, rank {rank}"
+        self.random = random.Random(self.name)
         self.drawn = 0  # batches drawn so far
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return crops(self.tokens, self._starts(), self.sequence)
+        inputs, targets = crops(self.tokens, self._starts(), self.sequence)
+        if self.gap is None:
+            return inputs, targets
+        return with_gaps(inputs, self.gap, f"{self.name}, batch {self.drawn}")
 
     def skip(self, count: int) -> None:
         """Continue as if `count` more batches had been drawn."""

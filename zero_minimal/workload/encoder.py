@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zero_minimal.workload.model import MLP, initialise
+from zero_minimal.workload.model import MLP, Attention, initialise
 from zero_minimal.workload.reviews import PADDING
 
 
@@ -28,27 +28,9 @@ class EncoderConfig:
     dropout: float = 0.1
 
 
-class Attention(nn.Module):
-    """Self-attention: each word attends to all words, but not to padding."""
-
-    def __init__(self, config: EncoderConfig):
-        super().__init__()
-        self.heads, self.dropout = config.heads, config.dropout
-        self.query_key_value = nn.Linear(config.hidden, 3 * config.hidden)
-        self.projection = nn.Linear(config.hidden, config.hidden)
-
-    def forward(self, x: torch.Tensor, is_word: torch.Tensor) -> torch.Tensor:
-        """x: [batch, sequence, hidden], and so is the result; is_word: bool [batch, sequence]."""
-        batch, sequence, hidden = x.shape
-        x = self.query_key_value(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
-        query, key, value = x.permute(2, 0, 3, 1, 4)  # [batch, heads, sequence, hidden / heads]
-        dropout, seen = self.dropout if self.training else 0.0, is_word[:, None, None, :]
-        x = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
-        return self.projection(x.transpose(1, 2).reshape(batch, sequence, hidden))
-
-
 class Block(nn.Module):
-    """Attention, then an MLP; each is added to its input, and the sum is normalised."""
+    """Attention of each word to all words, but not to padding, then an MLP; each is added to its
+    input, and the sum is normalised."""
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
@@ -59,6 +41,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor, is_word: torch.Tensor) -> torch.Tensor:
+        """x: [batch, sequence, hidden], and so is the result; is_word: bool [batch, sequence]."""
         x = self.attention_norm(x + self.dropout(self.attention(x, is_word)))
         return self.mlp_norm(x + self.dropout(self.mlp(x)))
 

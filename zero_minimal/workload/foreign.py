@@ -144,8 +144,10 @@ class ForeignModel:
         transformers = library()
         kind = (transformers.AutoModelForMaskedLM if self.masked
                 else transformers.AutoModelForCausalLM)
-        if attention == "recomputed":
-            register_recomputed(transformers)
+        if attention == "recomputed":  # the library's eager attention, with its mask
+            transformers.AttentionInterface.register("recomputed", recomputed)
+            masks = transformers.AttentionMaskInterface
+            masks.register("recomputed", masks()["eager"])
         how = {"attn_implementation": attention} if attention else {}
         config = self.config if dropout else without_dropout(self.config)
         try:
@@ -188,13 +190,6 @@ def recomputed(module: nn.Module, *given, **options) -> tuple:
         return plain(module, *given, **options)[0]
 
     return checkpoint(attend, *given, use_reentrant=False), None
-
-
-def register_recomputed(transformers) -> None:
-    """Register `recomputed` with the library, with the mask of eager attention."""
-    transformers.AttentionInterface.register("recomputed", recomputed)
-    masks = transformers.AttentionMaskInterface
-    masks.register("recomputed", masks()["eager"])
 
 
 class WithLoss:

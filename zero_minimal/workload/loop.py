@@ -44,12 +44,11 @@ def seed_dropout(settings: Settings, data_rank: int) -> None:
     torch.manual_seed(settings.seed + 1 + data_rank)
 
 
-def training_batches(settings: Settings, data_rank: int) -> data.Batches | masking.Masked:
+def training_batches(settings: Settings, data_rank: int) -> data.Batches:
     """A rank's endless batches. Raises: ValueError for a text that is too short or unreadable."""
     training, _ = data.split(settings.read_tokens(), settings.sequence)
-    batches = data.Batches(training, settings.batch, settings.sequence, settings.seed, data_rank)
-    gap = settings.gap
-    return batches if gap is None else masking.Masked(batches, gap, settings.seed, data_rank)
+    return data.Batches(training, settings.batch, settings.sequence, settings.seed, data_rank,
+                        settings.gap)
 
 
 def validation_batches(settings: Settings, data_rank: int, data_ranks: int) -> list:

@@ -6,38 +6,11 @@ of five; the rest become another token or stay as they are.)
 """
 
 import random
-from collections.abc import Iterator
 
 import torch
 
-from zero_minimal.workload.data import Batches
-
 SHARE = 0.15  # of the tokens
 NO_GAP = -100  # a target that does not count: ignore_index of torch's cross_entropy
-
-
-class Masked:
-    """Batches with gaps: (inputs, targets), both int64 [batch, sequence]. Which tokens are masked
-    depends on seed, rank and the number of the batch alone."""
-
-    def __init__(self, batches: Batches, gap: int, seed: int, rank: int):
-        self.batches, self.gap, self.name = batches, gap, f"seed {seed}, rank {rank}"
-
-    @property
-    def drawn(self) -> int:
-        """Batches drawn so far."""
-        return self.batches.drawn
-
-    def skip(self, count: int) -> None:
-        """Continue as if `count` more batches had been drawn."""
-        self.batches.skip(count)
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, _ = next(self.batches)
-        return with_gaps(tokens, self.gap, f"{self.name}, batch {self.drawn}")
 
 
 def with_gaps(tokens: torch.Tensor, gap: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,7 +42,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention: each position attends to itself and to earlier ones."""
+    """Self-attention: each position attends to itself and to earlier ones, or as a mask says."""
 
     attend = staticmethod(F.scaled_dot_product_attention)  # the kernel, which can be replaced
 
@@ -53,12 +53,15 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(config.hidden, 3 * config.hidden)
         self.projection = nn.Linear(config.hidden, config.hidden)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, sequence, hidden] -> the same
+    def forward(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [batch, sequence, hidden], and so is the result. seen: bool [batch, sequence], the
+        positions to which all attend; None: each attends to itself and to earlier ones."""
         batch, sequence, hidden = x.shape
         x = self.query_key_value(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
         query, key, value = x.permute(2, 0, 3, 1, 4)  # [batch, heads, sequence, hidden / heads]
         dropout = self.dropout if self.training else 0.0
-        x = self.attend(query, key, value, dropout_p=dropout, is_causal=True)
+        mask = {"is_causal": True} if seen is None else {"attn_mask": seen[:, None, None, :]}
+        x = self.attend(query, key, value, dropout_p=dropout, **mask)
         return self.projection(x.transpose(1, 2).reshape(batch, sequence, hidden))
 
 

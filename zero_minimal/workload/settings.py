@@ -24,6 +24,7 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg")  # formats of a picture fil
 OPTIMIZER = dict(betas=(0.9, 0.95), weight_decay=0.1, fused=True)  # AdamW's options beside lr
 WARM_UP = 100  # steps
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SIZES = ("layers", "hidden", "heads", "dropout")  # of our GPT: the file of --model sets its own
 
 
 def option(default: int | float | str, help: str):
@@ -223,23 +224,14 @@ def read_settings(parser: Parser, arguments: argparse.Namespace) -> Settings:
     names = [setting.name for setting in fields(Settings)]
     try:
         settings = Settings(**{name: getattr(arguments, name) for name in names})
-        if settings.model:
-            _refuse_sizes(parser, arguments)
+        for name in SIZES if settings.model else ():
+            if f"--{name}" in parser.given:
+                parser.error(f"--{name} is for the GPT here, and the sizes of --model are those of "
+                             f"its file: leave --{name} out, or write it into {arguments.model}")
         data.split(settings.read_tokens(), settings.sequence)
     except ValueError as error:
         parser.error(str(error))
     return settings
-
-
-SIZES = ("layers", "hidden", "heads", "dropout")  # of our GPT: the file of --model sets its own
-
-
-def _refuse_sizes(parser: Parser, arguments: argparse.Namespace) -> None:
-    """End the program if a flag asks for a size that --model's file sets."""
-    for name in SIZES:
-        if f"--{name}" in parser.given:
-            parser.error(f"--{name} is for the GPT here, and the sizes of --model are those of its "
-                         f"file: leave --{name} out, or write it into {arguments.model}")
 
 
 def refuse_model(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
