@@ -41,7 +41,8 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """All tests run in two processes, since they mostly wait. Of named files, and with --pdb or -n 0, one runs them."""
-    everything = config.args_source is config.ArgsSource.TESTPATHS
+    is_worker = hasattr(config, "workerinput")  # one of the two: it must not start two more
+    everything = config.args_source is config.ArgsSource.TESTPATHS and not is_worker
     if everything and getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
         config.option.numprocesses = 2
 

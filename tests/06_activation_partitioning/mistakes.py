@@ -314,6 +314,21 @@ WRONG |= {  # what strangers handed in, and had full marks
     "masks are attributes": Wrong(
         2, "test_any_arguments", r"also takes a tensor of torch.bool, which was changed in place between forward and",
         beside_the_saved("tensors[place].dtype == torch.bool")),
+    "16-bit parts travel in fp32": Wrong(
+        4, "test_one_gather_a_block_and_only_in_backward", r"of a block whose input is in bf16, and its parts are",
+        gather(room="", gather="", end="""
+            wide = part.float()
+            whole = wide.new_empty(wide.numel() * dist.get_world_size(self.group))
+            collectives.all_gather(whole, wide, group=self.group)
+            return whole[: shape.numel()].view(shape).to(part.dtype)
+            """)),
+    "one buffer for all inputs of a size": Wrong(
+        4, "test_what_is_gathered_is_the_input", r"a second input of its size|an input that is not contiguous",
+        gather(end="""
+            if not hasattr(type(self), "kept") or type(self).kept.shape != whole.shape:
+                type(self).kept = torch.empty_like(whole)
+            return type(self).kept.copy_(whole)[: shape.numel()].view(shape)
+            """)),
     "an input that wants no gradient is not cut": Wrong(
         4, "test_a_rank_keeps_its_part", r"the second one wants no gradient: rank 0 keeps .* two parts have",
         edited("06_activation_partitioning", "_Keeper.describe", (

@@ -740,18 +740,20 @@ def partitioned_step(call, group, dtype=torch.float32):
 
 
 def step_of(model, x, call):
-    """Also of a tensor that is not contiguous, one of a single element, integers and a mask."""
+    """Also of a tensor that is not contiguous, another of its size, one of a single element, integers and a mask."""
     turned = x.transpose(0, 2).detach().requires_grad_()  # [7, 7, 5]
+    other = (0.5 * x.transpose(0, 2)).detach().requires_grad_()
     one = x[0, 0, :1].detach().clone().requires_grad_()
     index, mask = torch.arange(5), x.transpose(0, 2) > 0
-    mixed = call(mix, turned, one, index, mask=mask)
+    mixed = call(mix, turned, other, one, index, mask=mask)
     (model(x, call).float().square().mean() + mixed.float().square().mean()).backward()
-    return gradients_of(model) | {name: False if part.grad is None else part.grad for name, part in
-                                  (("an input that is not contiguous", turned), ("an input of one element", one))}
+    inputs = {"an input that is not contiguous": turned, "a second input of its size": other,
+              "an input of one element": one}
+    return gradients_of(model) | {name: False if part.grad is None else part.grad for name, part in inputs.items()}
 
 
-def mix(x, one, index, mask):
-    return torch.tanh(x * one * index).masked_fill(mask, 0.5)
+def mix(x, other, one, index, mask):
+    return torch.tanh(x * one * index * other).masked_fill(mask, 0.5)
 
 
 def partitioned(assignment):
@@ -779,21 +781,20 @@ def test_what_is_gathered_is_the_input(assignment, world_size):
 
 def messages_of_a_step(assignment):
     """Bytes that this rank sends in the second step: in forward, in backward; the same with integers among the
-    arguments, and their bytes."""
+    arguments, and with one in bf16. The bytes of the integers."""
     group = dist.group.WORLD
     model, x = toys.build(functools.partial(Tower, MANY), dist.get_rank()), batch_of(dist.get_rank())
     index = torch.arange(NUMBERS)
     alike([*model.parameters(), x])
     call = functools.partial(assignment.checkpoint, group=group)
     found = []
-    for step in range(3):  # the first pass of a block compares checksums, too
+    again = functools.partial(model, x, call)  # the first pass of a block compares checksums, too
+    for forward_of in (again, again, lambda: call(with_integers, x.detach().requires_grad_(), index),
+                       lambda: call(torch.tanh, x.detach().bfloat16().requires_grad_())):
         with checks.Calls() as forward:
-            if step < 2:
-                output = model(x, call)
-            else:
-                output = call(with_integers, x.detach().requires_grad_(), index)
+            output = forward_of()
         with checks.Calls() as backward:
-            output.square().mean().backward()
+            output.float().square().mean().backward()
         found.append((forward.sent(), backward.sent()))
     return found[1:], index.nbytes
 
@@ -806,7 +807,7 @@ def with_integers(x, index):
 def test_one_gather_a_block_and_only_in_backward(assignment):
     world_size = 3
     share = MANY * 4 * part_of(NUMBERS, world_size) * (world_size - 1)
-    for rank, (((forward, backward), _), _) in enumerate(once(messages_of_a_step, world_size, assignment)):
+    for rank, (((forward, backward), _, (_, narrow)), _) in enumerate(once(messages_of_a_step, world_size, assignment)):
         assert forward <= 1024, (
             f"rank {rank} of {world_size} sent {in_words(forward)} in forward. To cut sends nothing: each rank has the "
             "whole input, and takes its part"
@@ -820,11 +821,16 @@ def test_one_gather_a_block_and_only_in_backward(assignment):
             f"rank {rank} of {world_size} sent {in_words(backward)} in backward, and {MANY} blocks cannot be gathered "
             f"with less than {in_words(share)}: the parts of others come from them alone"
         )
+        share_of_one = 2 * part_of(BATCH * SEQUENCE * 7, world_size) * (world_size - 1)
+        assert narrow <= 1.02 * share_of_one + 1024, (
+            f"rank {rank} of {world_size} sent {in_words(narrow)} in backward of a block whose input is in bf16, and "
+            f"its parts are {in_words(share_of_one)}: what is gathered has the input's dtype"
+        )
 
 
 @pytest.mark.step(4, points=2, raised=CUT)
 def test_integers_stay_whole(assignment):
-    for rank, ((_, (_, backward)), size) in enumerate(once(messages_of_a_step, 3, assignment)):
+    for rank, ((_, (_, backward), _), size) in enumerate(once(messages_of_a_step, 3, assignment)):
         most = 1.1 * 4 * part_of(BATCH * SEQUENCE * 7, 3) * 2 + 1024
         assert backward <= most, (
             f"rank {rank} of 3 sent {in_words(backward)} in backward of a block that takes {in_words(size)} of "
