@@ -38,15 +38,6 @@ def pytest_configure(config):
                             "returned (left), for what nobody sends (unsent), or if a line of the file raised (raised)")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config):
-    """All tests run in two processes, since they mostly wait. Of named files, and with --pdb or -n 0, one runs them."""
-    is_worker = hasattr(config, "workerinput")  # one of the two: it must not start two more
-    everything = config.args_source is config.ArgsSource.TESTPATHS and not is_worker
-    if everything and getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
-        config.option.numprocesses = 2
-
-
 def pytest_collection_modifyitems(config, items):
     if getattr(config, "submission", None) or any("::" in name or name.endswith(".ipynb") for name in config.args):
         return  # a learner's file gets every check, and who names a test gets it

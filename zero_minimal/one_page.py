@@ -244,7 +244,7 @@ class Stage3(Stage2):
         unit.whole.untyped_storage().resize_(0)
 
     def after_forward(self, unit: Unit) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not while backward recomputes a checkpoint
+        if torch._C._current_graph_task_id() == -1:  # not while backward recomputes
             self.free(unit)
 
     def reduce(self, unit: Unit) -> None:

@@ -319,6 +319,36 @@ WRONG |= {  # what strangers handed in, and had full marks
         | edited("07_constant_buffers", "ConstantBuffers.take", (
             "    return self", "    storage = self.buffers[self._turn].untyped_storage()\n"
             "    storage.resize_(storage.nbytes() or 4 * self.elements)\n    return self"))),
+    "dtypes are compared by their bytes": Wrong(
+        4, "test_what_does_not_fit_is_refused_before_anything_is_sent",
+        r"buffers of torch.bfloat16, several tensors of it, and a last one of torch.float16: .* and rounded it",
+        edited("07_constant_buffers", "all_reduce", ("    flats = fused.flat_views(tensors, like.dtype, like.device)",
+                                                     """
+    tensors = list(tensors)
+    if all(tensor.dtype.itemsize == 2 == like.dtype.itemsize for tensor in tensors):
+        flats = [tensor.view(-1) for tensor in tensors]
+    else:
+        flats = fused.flat_views(tensors, like.dtype, like.device)"""))),
+    "a tensor that is not contiguous is copied": Wrong(
+        4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"of a tensor that is not contiguous",
+        edited("07_constant_buffers", "all_reduce", ("fused.flat_views(tensors", (
+            "fused.flat_views([tensor.contiguous() for tensor in tensors]")))),
+    "turns of its own in all_reduce": Wrong(
+        4, "test_the_turns_go_on", r"`then` of that load found \[.*, and \[3.0\], once, is right",
+        edited("07_constant_buffers", "all_reduce", ("    for load in loads(", """
+    under_way = [None, None]
+    for number, load in enumerate(loads(flats, buffers.elements)):
+        if under_way[number % 2]:
+            under_way[number % 2][0].wait()
+            unpack(*under_way[number % 2][1:])
+        filled = fill(buffers.buffers[number % 2], load)
+        under_way[number % 2] = (
+            collectives.all_reduce(filled, op=op, group=buffers.group, async_op=True), filled, load)
+    for ended in filter(None, under_way):
+        ended[0].wait()
+        unpack(*ended[1:])
+    return
+    for load in loads("""))),
 }
 
 RIGHT = {

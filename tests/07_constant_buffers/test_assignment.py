@@ -15,7 +15,7 @@ import torch.distributed as dist
 import toys
 from checks import in_words, once
 
-from zero_minimal.core import seams, work
+from zero_minimal.core import collectives, seams, work
 from zero_minimal.meters.memory import Ledger
 
 worlds = pytest.mark.parametrize("world_size", (3, 2))
@@ -719,12 +719,14 @@ def probed(lesson):
 
 
 def refused_twins(lesson):
-    """The same for two views of one tensor: it again, and one that begins in its middle."""
+    """The same for two views of one tensor: it again, and one that begins in its middle; and for a transposed one."""
     found = []
-    for words, begin in (("one tensor twice", 0), ("a tensor, and a view that begins in its middle", 3)):
+    for words, second in (("one tensor twice", lambda tensor: tensor),
+                          ("a tensor, and a view that begins in its middle", lambda tensor: tensor[3:]),
+                          ("a tensor that is not contiguous", lambda tensor: torch.ones(3, 2).t())):
         buffers, tensor = lesson.ConstantBuffers(48), torch.full((9,), 1.0 + dist.get_rank())
         try:
-            lesson.all_reduce([tensor, torch.ones(3), tensor[begin:]], buffers)
+            lesson.all_reduce([tensor, torch.ones(3), second(tensor)], buffers)
             raised = None
         except Exception as error:
             raised = type(error).__name__
@@ -736,7 +738,8 @@ def refused_twins(lesson):
 def refused(lesson):
     """What all_reduce() raises for tensors of which the last does not fit, and whether the others are as they were."""
     found = []
-    for dtype, wrong in ((torch.float32, torch.float64), (torch.bfloat16, torch.float32)):
+    for dtype, wrong in ((torch.float32, torch.float64), (torch.bfloat16, torch.float32),
+                         (torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)):
         buffers = lesson.ConstantBuffers(dtype.itemsize * 12, dtype=dtype)
         tensors = [torch.full((9,), 1.0 + dist.get_rank(), dtype=dtype) for _ in range(4)]
         try:
@@ -766,7 +769,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(lesson):
     for rank, found in enumerate(once(refused_twins, 2, lesson)):
         for words, raised, untouched in found:
             assert raised == "ValueError" and untouched, (
-                f"of {words} all_reduce() on rank {rank} {'raised ' + raised if raised else 'wrote the result twice'}"
+                f"of {words} all_reduce() on rank {rank} {'raised ' + raised if raised else 'wrote no right result'}"
                 f"{'' if untouched else ', and has changed it'}. It must be a ValueError, before anything is sent: "
                 "fused.flat_views sees it if it gets all tensors in one call"
             )
@@ -797,20 +800,32 @@ def test_sums_are_those_of_fp32(lesson):
 
 
 def three_loads(lesson):
-    """The buffers that three loads were sent in, by their numbers, and the one that is taken next."""
-    buffers = lesson.ConstantBuffers(48)
+    """The buffers that three loads were sent in, by their numbers, and the one that is taken next; and what was read of
+    a load that was sent before, from the same buffers."""
+    buffers, read = lesson.ConstantBuffers(48), []
     with Starts(buffers) as starts:
         lesson.all_reduce([torch.ones(30)], buffers)
     sent = [number for _, number, _, name in starts.made if "gather" not in name]
-    return sent, number_of(buffers.take(), buffers)
+    following = number_of(buffers.take(), buffers)
+    buffers = lesson.ConstantBuffers(48)
+    earlier = buffers.take().fill_(1.0 + dist.get_rank())
+    pending = collectives.all_reduce(earlier, op="sum", async_op=True)
+    buffers.send(pending, lambda: read.append(earlier.unique().tolist()))
+    lesson.all_reduce([torch.ones(30)], buffers)
+    return sent, following, read
 
 
 @pytest.mark.step(4, points=1)
 def test_the_turns_go_on(lesson):
-    for rank, (sent, following) in enumerate(once(three_loads, 2, lesson)):
+    for rank, (sent, following, read) in enumerate(once(three_loads, 2, lesson)):
         assert sent[-1:] != [following], (
             f"all_reduce() sent the buffers {', '.join(map(str, sent))} on rank {rank}, and then take() returned "
             f"{following}, the one that was used last: whose turn it is goes on from one all_reduce to the next"
+        )
+        assert read == [[3.0]], (
+            f"a load of 1 + rank was sent, and then all_reduce() was called with the same buffers. On rank {rank} "
+            f"`then` of that load found {read}, and [3.0], once, is right: all_reduce() takes buffers by take(), which "
+            "waits for what is on its way"
         )
 
 

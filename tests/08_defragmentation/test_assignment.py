@@ -4,14 +4,18 @@ The grader runs these tests against a learner's file, and shows the text of an a
 names what went wrong and shows the evidence. In between, they run on the reference.
 """
 
+import contextlib
+import gc
 import json
 import random
+import weakref
 
+import checks
 import pytest
 import torch
 import torch.distributed as dist
 import toys
-from checks import once
+from checks import in_words, once
 from torch import nn
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
@@ -443,9 +447,11 @@ def rounds(assignment):
     for number in range(4):
         try:
             first = slab.keep(torch.full((6,), float(number)))
+            with contextlib.suppress(MemoryError):
+                slab.keep(torch.ones(5))
+            second = slab.keep(torch.full((4,), -1.0))
         except MemoryError as error:
             return [*seen, str(error)], room
-        second = slab.keep(torch.full((4,), -1.0))
         place = first.data_ptr() - slab.memory.data_ptr(), second.data_ptr() - slab.memory.data_ptr()
         values = first.tolist() == [number] * 6 and second.tolist() == [-1.0] * 4
         try:
@@ -464,8 +470,8 @@ def test_reset_goes_back_to_the_front_and_frees_nothing(assignment):
     ((seen, room),) = once(rounds, 1, assignment)
     for number, one in enumerate(seen, 1):
         assert not isinstance(one, str), (
-            f"after reset() number {number - 1} keep() raised MemoryError ({one}): nothing is kept any more then, and "
-            "the next tensor goes to the front")
+            f"in round {number} keep() raised MemoryError ({one}). 6 and 4 elements fit into a slab of 10: after a "
+            "reset() nothing is kept any more, and 5 elements, which were refused in between, take no room")
         place, values, refused, used, same, bytes = one
         assert same and bytes == room, (
             f"after reset() number {number} slab.memory is other memory, or of other size ({bytes} bytes, and {room} "
@@ -702,7 +708,7 @@ def gradients_kept(assignment):
     return steps, slab.memory.numel(), sum(param.numel() for param in wanted)
 
 
-@pytest.mark.step(4, points=4, raised="a hook runs for each parameter, when its gradient is complete")
+@pytest.mark.step(4, points=3, raised="a hook runs for each parameter, when its gradient is complete")
 def test_gradients_lie_in_one_slab(assignment):
     ((steps, elements, wanted),) = once(gradients_kept, 1, assignment)
     assert elements == wanted, (
@@ -731,6 +737,30 @@ def test_a_gradient_is_moved_as_soon_as_it_is_complete(assignment):
         f"at {late} of {total} moments of backward a gradient that was complete did not lie in the slab yet. What is "
         "moved after backward has lain between the short-lived tensors in the meantime: use a hook for each parameter "
         "that runs when its gradient is there")
+
+
+def held(assignment):
+    """Bytes that live more after a backward, with its gradients in a slab, and bytes of these; whether a parameter
+    lives on when nobody holds its model any more."""
+    model = toys.build(toys.MLP, 0)
+    slab, x = assignment.gradients_in_slab(model), toys.numbers(0, 0)
+    room, before = slab.memory.nbytes, checks.live_bytes()
+    model(*x).backward()
+    more, param = checks.live_bytes() - before, weakref.ref(next(model.parameters()))
+    del model, slab
+    gc.collect()
+    return more, room, param() is not None
+
+
+@pytest.mark.step(4, points=1)
+def test_gradients_are_held_once_and_models_not_at_all(assignment):
+    ((more, room, lives),) = toys.run(held, 1, assignment)
+    assert more <= 0.1 * room, (
+        f"the gradients of a model have {in_words(room)}, and lie in the slab. After backward {in_words(more)} more "
+        "live than before it: who still holds what autograd made?")
+    assert not lives, (
+        "a model and its slab were deleted, and a parameter lives on: a hook that holds its parameter keeps it alive "
+        "for good. Remember its id()")
 
 
 def with_a_frozen_layer(assignment):
@@ -787,6 +817,16 @@ def test_a_frozen_layer_may_be_of_another_dtype(assignment):
             + ("are others than without a slab" if inside else "do not lie there"))
 
 
+def of_another_model(assignment):
+    """Two rounds of a slab of its own."""
+    layer = toys.build(lambda: nn.Linear(3, 3), 0)
+    slab = assignment.gradients_in_slab(layer)
+    for _ in range(2):
+        layer(torch.ones(2, 3)).sum().backward()
+        layer.zero_grad()
+        slab.reset()
+
+
 def micro_batches(assignment):
     """Gradients of two backward passes, in a slab and without; slab.used after each; whether they moved."""
     results, used, places = [], [], []
@@ -797,6 +837,7 @@ def micro_batches(assignment):
             torch.manual_seed(toys.seed(0, 90 + micro))
             model(*toys.tokens(0, micro)).backward()
             if in_slab:
+                of_another_model(assignment)
                 used.append(int(slab.used))
                 places.append([param.grad.data_ptr() for param in model.parameters()])
         results.append([param.grad.clone() for param in model.parameters()])
@@ -804,7 +845,7 @@ def micro_batches(assignment):
 
 
 @pytest.mark.step(4, points=3, raised="a second backward adds to a gradient that lies in the slab already: it has its "
-                  "place")
+                  "place. (Another model here has a slab of its own, which is reset meanwhile)")
 def test_micro_batches_add_up_in_place(assignment):
     ((results, used, stay, wanted),) = once(micro_batches, 1, assignment)
     assert used == [wanted] * 3, (

@@ -382,6 +382,16 @@ WRONG |= {  # what strangers handed in, and had full marks
     "a scheduler is told of the wrong thing": Wrong(
         3, TOLD, r"torch's scheduler warned on rank 0: Detected call of `lr_scheduler.step\(\)` before",
         returned(opt="self._opt_called = True")),
+    "an fp32 gradient stays for each shard": Wrong(
+        1, "test_each_shard_returns_in_its_dtype", r"tensors of \d+ bytes live on the host, and \d+ are right",
+        update(gradient="""
+            kept = self.__dict__.setdefault("wide", {})
+            gradient = kept[id(shard)] = shard.gradient.to(shard.master.dtype)
+            """)),
+    "a gradient of zeros is not sent": Wrong(
+        3, "test_stage_3_trains_as_without_offload", r"left out in turn: .* Is a shard sent whose gradient is zero",
+        edited("09_offload", "Offloaded._leave",
+               ("    self.host.send(", "    gradient_shard.any() and self.host.send("))),
 }
 
 RIGHT = {

@@ -105,6 +105,10 @@ def serving(assignment):
                 self.shards[number].has_gradient = True
                 self.bus.emptied(parcel)
 
+            def alive(self, parcel):
+                self.bus.send((checks.live_bytes() - before,))
+
+        before = checks.live_bytes()
         state = State(bus)
         with buffers_filled_again():
             while (parcel := bus.receive()).words[0] != "end":
@@ -184,12 +188,13 @@ HOST_GROUPS = [dict(lr=0.1, weight_decay=0.1, betas=(0.9, 0.99), warmth=0.8),
                dict(lr=0.02, weight_decay=0.05, betas=(0.8, 0.9), warmth=1.0)]
 # factors of lr, scales of gradients; the last update has the gradients of the one before
 UPDATES = ((1.0, None), (0.5, 0.3), (0.5, "a tensor"), (0.5, 0.0), (0.5, None))
+SCALARS = 100  # bytes
 UPDATED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def updated(assignment):
     """Of each dtype: after each of the updates of AdamW, the parcels that came (words, and what was in them), the
-    masters, and the bytes that the host keeps."""
+    masters, and the bytes that the host keeps: as it says, and as tensors that live there."""
     found = []
     for dtype in UPDATED_DTYPES:
         host, parts = a_host(assignment, checks.Warm, {"lr": 1.0}, HOST_GROUPS, dtype), []
@@ -203,7 +208,8 @@ def updated(assignment):
             while (parcel := host.receive()).tensor is not None:
                 parcels.append((str(parcel.words), parcel.tensor.clone()))
                 host.emptied(parcel)
-            parts.append((parcels, [master_on(host, number) for number in sorted(SIZES)], parcel.words[0][0]))
+            sizes = parcel.words[0][0], host.ask("alive")
+            parts.append((parcels, [master_on(host, number) for number in sorted(SIZES)], sizes))
         host.end()
         found.append(parts)
     return found
@@ -273,7 +279,7 @@ def test_each_shard_returns_in_its_dtype(assignment):
     [found] = once(updated, 1, assignment)
     for dtype, parts in zip(UPDATED_DTYPES, found, strict=True):
         before = None
-        for parcels, masters, size in parts:
+        for parcels, masters, (size, lives) in parts:
             assert len(parcels) == 3, (
                 f"an update of 3 shards sent {len(parcels)} parcels back: each shard goes back by itself"
             )
@@ -296,6 +302,10 @@ def test_each_shard_returns_in_its_dtype(assignment):
             assert size == most, (
                 f"after an update of AdamW the host keeps {size} bytes of {sum(SIZES.values())} elements, and {most} "
                 "are right: master, momentum and variance in fp32, and the gradient"
+            )
+            assert lives <= most + SCALARS, (
+                f"after an update of AdamW tensors of {lives} bytes live on the host, and {most} are right, with a few "
+                "single numbers: what stays of an update, a gradient in fp32?"
             )
 
 
@@ -677,6 +687,7 @@ CLIPS, HALVES, SCALES, CROWDED, SLOW = (
     "fp32, two micro-batches, with clipping", "bf16, two micro-batches, and a learning rate that falls",
     "fp16, a loss scale, and clipping", "float64, and buffers of the bus that are filled again at once", "a slow bus",
 )
+LEFT_OUT = "layers that are left out in turn"
 RECIPES = {
     CLIPS: toys.Recipe(**ADAM, clip=0.5, accumulate=2),  # under no_sync()
     HALVES: toys.Recipe(**ADAM | {"optimizer": checks.Warm}, groups=checks.matrices_decay, dtype=torch.bfloat16,
@@ -684,6 +695,7 @@ RECIPES = {
     SCALES: toys.Recipe(**ADAM, dtype=torch.float16, scale=2.0**10, clip=0.5),
     CROWDED: toys.Recipe(**ADAM, dtype=torch.float64),
     SLOW: toys.Recipe(**ADAM, dtype=torch.bfloat16),
+    LEFT_OUT: checks.RECIPES["another order in each step"],
 }
 
 
@@ -694,6 +706,7 @@ TO_LOOK_AT = {
     SCALES: "Does self.gradient_scale go along, in which are 1 / loss scale and what clipping has made?",
     CROWDED: "Is a number of 64 bits rounded to 32 somewhere?",
     SLOW: "Does every parcel get waited for, however late it comes?",
+    LEFT_OUT: "Is a shard sent whose gradient is zero, too? The host still has that of the step before.",
 }
 
 
@@ -752,12 +765,12 @@ def assert_as_the_stage(results, *names):
                 pytrace=False)
 
 
-STAGE_3 = tuple((3, name) for name in (CLIPS, HALVES, SCALES, CROWDED))
+STAGE_3 = tuple((3, name) for name in (CLIPS, HALVES, SCALES, CROWDED, LEFT_OUT))
 
 
 @pytest.mark.step(3, points=6, stuck=WAITS, raised="parcels come back in the order of self.in_turn()")
 def test_stage_3_trains_as_without_offload(assignment):
-    assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGE_3), CLIPS, HALVES, SCALES)
+    assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGE_3), CLIPS, HALVES, SCALES, LEFT_OUT)
 
 
 def given_back(assignment):

@@ -9,9 +9,7 @@ import sys
 import textwrap
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
-import conftest
 import pytest
 from thorough import sample
 
@@ -36,24 +34,6 @@ def pytest_on(file, *options, plugins=(), before=None):
 def written(path, text):
     path.write_text(textwrap.dedent(text))
     return path
-
-
-# ---------------------------------------------------------------------------------------------------- two processes
-
-
-@pytest.mark.parametrize("source, asked, is_worker, processes", [
-    ("TESTPATHS", None, False, 2),
-    ("TESTPATHS", None, True, None),
-    ("TESTPATHS", 0, False, 0),
-    ("ARGS", None, False, None),
-])
-def test_two_processes_run_everything_and_start_no_more(source, asked, is_worker, processes):
-    config = SimpleNamespace(ArgsSource=pytest.Config.ArgsSource, args_source=pytest.Config.ArgsSource[source],
-                             option=SimpleNamespace(numprocesses=asked, usepdb=False))
-    if is_worker:
-        config.workerinput = {}
-    conftest.pytest_cmdline_main(config)
-    assert config.option.numprocesses == processes
 
 
 # -------------------------------------------------------------------------------------------------------- time limits
