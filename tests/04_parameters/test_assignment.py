@@ -951,11 +951,22 @@ def why_still(still):
             "released, after the update? Release before you update")
 
 
+def step_after_a_forward(stage_class):
+    """Parameters before and after a step. Between backward and step() a forward runs, so that units are whole."""
+    zero, rank = build(stage_class), dist.get_rank()
+    before = torch.cat([param.flatten() for param in toys.whole_parameters(zero)])
+    zero.model(*toys.tokens(rank, 0)).backward()
+    zero.model(*toys.tokens(rank, 0))
+    zero.step()
+    return before, torch.cat([param.flatten() for param in toys.whole_parameters(zero)])
+
+
 @pytest.mark.step(5, points=3)
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_every_shard_is_updated(stage_class, world_size):
     results = [result for result, *_ in once(first_step, world_size, stage_class)]
-    assert_stepped(results, sum(gradients_of(world_size)) / world_size, world_size, why_still=why_still)
+    for found in (results, toys.run(step_after_a_forward, world_size, stage_class)):
+        assert_stepped(found, sum(gradients_of(world_size)) / world_size, world_size, why_still=why_still)
     assert_nothing_is_left(stage_class, checks.matrices_decay)  # units of two buckets
 
 
@@ -1043,8 +1054,6 @@ def evaluated(stage_class):
             loss = zero.model(*two_numbers(rank, micro))
             first = first or gathers(calls.made)
             loss.backward()
-        del loss
-        zero.model(*two_numbers(rank, 1))  # no backward follows: units stay whole
         zero.step()
         zero.zero_grad()
         before = checks.live_bytes()
@@ -1086,8 +1095,8 @@ def test_an_evaluation_leaves_nothing_whole(stage_class):
         assert_losses([found[number][0] for found in ranks],
                       [loss_of(Tower, rank, step, change=stepped, skip=skip) for rank in range(2)],
                       f"evaluation {number + 1} after a step", "does it gather the updated shards? (A unit that "
-                      "backward expected in vain is still on its way when step() begins, with old values, and the "
-                      "forward before it, which no backward followed, left some whole: step() releases these, too)")
+                      "backward expected in vain is still on its way when step() begins, with old values: release "
+                      "that, too)")
         for rank, found in enumerate(ranks):
             _, whole, more, sent = found[number]
             still = (f", and {len(whole)} parameters are whole, {whole[0]} first" if whole else
