@@ -125,7 +125,7 @@ def ignore_interrupts():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("file, count", [("test_ranks.py", 1), ("test_notebooks.py", 1)])
+@pytest.mark.parametrize("file, count", [("test_ranks.py", 1), ("test_cells.py", 1)])
 def test_interrupts_are_tested_also_from_a_script_in_the_background(file, count):
     code, output = pytest_on(HOUSE / "tests/house" / file, "--thorough", "-k", "interrupt", before=ignore_interrupts)
     assert code == 0 and f"{count} passed" in output, output
