@@ -126,14 +126,9 @@ worlds = pytest.mark.parametrize("world_size", sample((2, 3, 4), [3]))
 
 @by_stage
 @worlds
-def test_starts_from_rank_0(stage, world_size):
-    checks.assert_starts_from_rank_0(STAGES[stage], world_size)
-
-
-@by_stage
-@worlds
-def test_gradient_is_the_mean(stage, world_size):
-    checks.assert_gradient_is_the_mean(STAGES[stage], world_size)
+@pytest.mark.parametrize("check", ("starts_from_rank_0", "gradient_is_the_mean", "clips_by_the_global_norm"))
+def test_alone(stage, world_size, check):
+    getattr(checks, f"assert_{check}")(STAGES[stage], world_size)
 
 
 @pytest.mark.thorough
@@ -141,12 +136,6 @@ def test_gradient_is_the_mean(stage, world_size):
 @pytest.mark.parametrize("world_size", sample((1, 2, 3), [3]))
 def test_trains_as_one_process_would(stage, world_size):
     checks.assert_trains_as_one_process(STAGES[stage], world_size)
-
-
-@by_stage
-@worlds
-def test_clips_by_the_global_norm(stage, world_size):
-    checks.assert_clips_by_the_global_norm(STAGES[stage], world_size)
 
 
 @by_stage
