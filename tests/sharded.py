@@ -307,14 +307,17 @@ def assert_no_barrier(made, rank, when):
     )
 
 
-def first_step(stage_class):
+def first_step(stage_class, once_more=False):
     """Parameters before and after a step of SGD with lr 1, flat, and what the whole step sent. Rank 1 sends late in
-    step(), and rank 2 later: who does not wait for them reads too early."""
+    step(), and rank 2 later: who does not wait for them reads too early. once_more: before step() a forward runs that
+    no backward follows."""
     torch.use_deterministic_algorithms(True)
     zero, rank = build(stage_class), dist.get_rank()
     before = torch.cat([param.flatten() for param in toys.whole_parameters(zero)])
     with checks.Calls() as backward:
         zero.model(*toys.tokens(rank, 0)).backward()
+    if once_more:
+        zero.model(*toys.tokens(rank, 0))
     with checks.Calls(pause=0.01 * rank) as step:
         zero.step()
     after = torch.cat([param.flatten() for param in toys.whole_parameters(zero)])
