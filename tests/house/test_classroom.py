@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conduct
 
 from zero_minimal.classroom import grade as grader
-from zero_minimal.classroom import judging, plugin, supervisor
+from zero_minimal.classroom import judging, plugin, sandboxed_ranks, supervisor
 from zero_minimal.classroom.accounts import Busy, Clock
 from zero_minimal.classroom.drawn import as_drawn
 from zero_minimal.classroom.grades import Grades
@@ -495,12 +496,12 @@ def test_a_machine_that_is_too_busy_takes_no_points(messages, monkeypatch, tmp_p
     with pytest.raises(Busy, match="too busy to judge: the tests could not be read"):
         nothing = judging.Reported(COLLECTIVES, Grades(COLLECTIVES), whole=True)
         list(judging.reports(SimpleNamespace(begin=lambda *_: nullcontext(unread)), "", nothing, 9))
-    monkeypatch.setattr(os, "getloadavg", lambda: (60.0, 30.0, 10.0))
-    starved = SimpleNamespace(lines=lambda: iter([b'{"begins": "one"}']), is_late=True)
-    begun = judging.Reported(COLLECTIVES, Grades(COLLECTIVES), whole=False)
-    begun.announced({"one": dict(step=1, check="one", points=1)})
-    with pytest.raises(Busy, match="too busy to judge: 60 programs at a time want its"):
-        list(judging.reports(SimpleNamespace(begin=lambda *_: nullcontext(starved)), "", begun, 9))
+    beats = []
+    monkeypatch.setattr(sandboxed_ranks, "START", 0.0)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(Busy, match="too busy to judge: ranks could not be started"):
+        sandboxed_ranks.ForkServer.wait_until_ready(SimpleNamespace(control=ours), lambda: beats.append(1))
+    assert beats, "the grader counts a judge as stopped that reports nothing meanwhile"
 
     def busy(*_, **__):
         raise Busy(told[-1]["busy"])

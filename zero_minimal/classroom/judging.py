@@ -17,12 +17,9 @@ from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.lessons import USED_UP, Lesson
 
 SECONDS = 120  # for a whole lesson, as accounts.Clock counts them
-SILENCE = 60.0  # seconds without a report after which a judge counts as stopped: it reports while ranks run
+SILENCE = 60.0  # seconds without a report after which a judge counts as stopped: it reports while ranks start and run
 UNREAD = ("this machine is too busy to judge: the tests could not be read within {:.0f} s, and nothing of the "
           "submission ran. No points are taken. End what else runs here, or grade later")
-STARVED = ("this machine is too busy to judge: {:.0f} programs at a time want its {} processors, and the grader's own "
-           "could not run for {:.0f} s. No points are taken. End what else runs here, or grade later")
-CROWD = 8.0  # programs for each processor (the load of the last minute), from which a silent judge may be starved
 LATE = ("this test did not come to an end: the machine may be busy, or what is run too large (a simulation of many "
         "layers?). Look at this step alone: --step {}")
 DOWN = ("the grader's own process was brought down while this test ran{}: memory may have run out (what is run may be "
@@ -50,9 +47,6 @@ def reports(client, source: str, reported: "Reported", tick: float) -> Iterator[
             break
         if reported.under_way is None and judge.is_late:
             raise Busy(UNREAD.format(SILENCE))
-        load, *_ = os.getloadavg()
-        if judge.is_late and load > CROWD * os.cpu_count():
-            raise Busy(STARVED.format(load, os.cpu_count(), SILENCE))
         if reported.under_way is None:
             raise RuntimeError(f"the tests of lesson {reported.lesson.name} could not run:\n{judge.printed}")
         reported.fail(_why_it_ended(judge, reported.step))

@@ -82,12 +82,12 @@ class Supervisor:
         if fresh:
             fork_servers = [ForkServer(self.places, hash_seed=rank + 1) for rank in range(world_size)]
             for fork_server in fork_servers:
-                fork_server.wait_until_ready()
+                fork_server.wait_until_ready(self.beat)
             return fork_servers
         if not (self.fork_server and self.fork_server.lives()):
             self._end_fork_server()
             self.fork_server = ForkServer(self.places)
-            self.fork_server.wait_until_ready()
+            self.fork_server.wait_until_ready(self.beat)
         return [self.fork_server] * world_size
 
     def _end_fork_server(self) -> None:
