@@ -187,6 +187,7 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
         self.reducer.complete()
         for bucket in self.buckets:
             seams.tell("update_begins", bucket)
+            precision.keep_changes(bucket)
         self.returning.begin(self._returned(), self.buckets)
         replicas.broadcast_statistics(self.model, self.group)
         self.reducer.spent = True

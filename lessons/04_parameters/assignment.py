@@ -144,8 +144,6 @@ class Stage3(Hooks):
             raise RuntimeError("leave gather_parameters() first")
         for unit in self.units:
             self._release(unit)
-        for bucket in self.buckets:
-            precision.keep_changes(bucket)
 
     def unit_turn(self, unit, following):
         self._release_others(unit, following)  # first: then two blocks need memory, not three
