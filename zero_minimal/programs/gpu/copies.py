@@ -16,7 +16,7 @@ from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.timing import draw_batches
 from zero_minimal.offload import Offloaded2, Offloaded3
 from zero_minimal.processes import ranks
-from zero_minimal.programs.gpu.place import Check, Place, result
+from zero_minimal.programs.gpu.place import BUCKET, Check, Place, result
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 from zero_minimal.workload import loop
@@ -89,7 +89,8 @@ def hidden_of(work: list[device_trace.Work]) -> dict:
 
 def warmed(stage, settings: Settings, rank: ranks.Rank, more: int) -> tuple:
     """A stage after WARM steps, and `more` further batches, on the rank's device."""
-    zero, batches = loop.build(stage, settings, rank), list(draw_batches(settings, rank, WARM + more))
+    zero = loop.build(stage, settings, rank, bucket_bytes=BUCKET)
+    batches = list(draw_batches(settings, rank, WARM + more))
     for batch in batches[:WARM]:
         step(zero, batch)
     return zero, batches[WARM:]

@@ -10,6 +10,7 @@ import torch
 from zero_minimal.processes import ranks
 from zero_minimal.workload.settings import Settings
 
+BUCKET = 25 * 2**20  # bytes, as in DDP: our 4 MiB are for CPUs, and make a GPU wait for Python
 SMALL = dict(layers=2, hidden=32, heads=2, sequence=16, batch=2)  # for --dry, and for comparing bits
 
 

@@ -6,13 +6,12 @@ import statistics
 from zero_minimal.meters import gpu
 from zero_minimal.meters.timing import time_steps
 from zero_minimal.processes import ranks
-from zero_minimal.programs.gpu.place import Check, Place, result
+from zero_minimal.programs.gpu.place import BUCKET, Check, Place, result
 from zero_minimal.programs.registry import CONTENDERS
 from zero_minimal.workload.settings import Settings
 
 NAMES = ("DDP", "stage 0", "stage 1", "stage 2", "stage 3", "FSDP2")
 WARM_UP, STEPS = 5, 20
-BUCKET = 25 * 2**20  # bytes, as in DDP: our 4 MiB are for CPUs, and make a GPU wait for Python
 CLOSE = 2e-2  # relative: for bf16, and sums in another order
 
 
