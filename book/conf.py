@@ -48,7 +48,9 @@ CONTENTS = {  # page: what stands below it at the left, by caption
     "README": {
         "Lessons": ["lessons/README", "lessons/*_*/README", "lessons/bug-hunts/README", "lessons/glossary"],
         "Notebooks": ["notebooks/*"],
-        "Manual": ["lessons/manual/*", "lessons/fine-tune"],
+        "Manual": [f"lessons/{page}" for page in (
+            "manual/stages", "manual/own-model", "fine-tune", "manual/checkpoints", "manual/zero-r", "manual/offload",
+            "manual/calculator", "manual/several-nodes", "manual/on-a-gpu", "manual/deepspeed", "manual/*")],
         "For teachers and authors": ["lessons/how-to-write-a-lesson", "lessons/*/teacher"],
     },
     "lessons/bug-hunts/README": {"Hunts": ["[01]*"]},

@@ -48,6 +48,8 @@ def test_the_table_holds_the_figures_of_the_run():
     peaks = [row["memory"]["peak_by_category"] for row in RUN["rows"]]
     assert f"holds {peaks[2]['gradients'] / 1e6:.1f} MB\nof gradients" in STAGES
     assert f"Stage 3 has {peaks[3]['parameters'] / 1e6:.1f} MB" in STAGES
+    assert f"FSDP2 has {peaks[5]['parameters'] / 1e6:.1f} MB" in STAGES
+    assert f"FSDP2's {peaks[5]['buffers'] / 1e6:.1f} MB" in STAGES
     activations = {f"{peak['activations'] / 1e6:.1f}" for peak in peaks}
     assert activations == {"26.8", "22.6"} and all(size in STAGES for size in activations)
 
