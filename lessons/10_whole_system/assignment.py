@@ -172,8 +172,8 @@ class System:
         #   input is cut, into parts of b·s·h/M numbers, rounded up; None: it is not cut. `place`
         #   copies a tensor to where it is kept; None: each gets memory of its own.
         # - Slab(elements, dtype=…, device=…), slab.keep(tensor): lesson 08's
-        # - self.mesh.model_group, self.mesh.data_group: the ranks that share this model; those with
-        #   the same part of it
+        # - self.mesh.model_group or self.mesh.data_group, one of them: the ranks that share this
+        #   model; those with the same part of it. dist.get_world_size(group): how many they are
         # - self.model.config: has .layers, .sequence and .hidden
         # - self.model.register_forward_pre_hook(function): torch's. The function is called before
         #   each forward pass.
@@ -204,13 +204,14 @@ class System:
         # times self.gradient_scale. Each of its elements counts once. self.gradient_scale, which
         # step() multiplies with, has become smaller where the norm is larger than max_norm. The
         # gradients are as they were.
-        # - self.zero.reduced_gradients(): ends what is left of backward, for which all ranks of the
-        #   data_group must come. Then each bucket of self.zero.buckets has its shard.
+        # - self.zero.reduced_gradients(): ends what is left of backward, with its collectives. Then
+        #   each bucket of self.zero.buckets has its shard.
         # - bucket.gradient_shard [padded / D], bucket.group_index: the number of its param_group,
         #   from 0
-        # - self.mesh.model_rank, self.mesh.data_rank: this rank's number in its two groups
+        # - self.mesh.model_group, self.mesh.data_group: as in step 2. self.mesh.model_rank: this
+        #   rank's number among those that share its model
         # - precision.global_norm(gradients, scale, group=…): 0-dim, the root of the sum of squares
-        #   over the group, times scale. group=None are all ranks.
+        #   over the group, times scale
         # - collectives.all_reduce(tensor, op="sum", group=…): in place
         # - precision.clip(scale, norm, max_norm): the new scale: the old one (None: 1), or a
         #   smaller one

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from zero_minimal.core import collectives
 from zero_minimal.tensor_parallel import ColumnParallelLinear, g
 
-# Your name draws the eight cards that you are graded on, and the sizes that they run with. Write no other card.
+# Write your name and grade this file once: the grader names your eight cards. The name also draws the sizes that they
+# run with. Write no other card.
 NAME = ""
 
 # Three answers in words, for your teacher: at least 40 words each. The grader counts the words, and reads none.
@@ -81,10 +82,10 @@ def card_04(lab) -> tuple[str, float]:
     """Claim: ZeRO makes the memory that model states take on a single device smaller.
 
     Refuted by: one rank by itself whose model states are as large with ZeRO as without it, in each way to run it.
-    Run: with ranks=1 and dtype="bf16": stage 0, and stage 2 with and without its host.
-    Number, in MB: the most that model states on the device shrink in one of these ways.
+    Run: with ranks=1 and dtype="bf16": stage 0, stage 2, and stage 2 with offload=True.
+    Number, in MB: the most that one of the two runs of stage 2 takes off the model states on the device.
     """
-    # card 4: one rank by itself ran without ZeRO, with it, and with it and a host; all in bf16.
+    # card 4: one rank by itself ran stage 0, stage 2, and stage 2 with offload=True; all in bf16.
     # - lab.train(stage, ranks=1, dtype="bf16", offload=…): each rank by itself. offload=True:
     #   optimizer state and update are on the host
     # - run.states: bytes of model states on the device
@@ -95,7 +96,7 @@ def card_05(lab) -> tuple[str, float]:
     """Claim: ZeRO with batch 2b reached another loss than no ZeRO with batch b. This shows what ZeRO does to the loss.
 
     Refuted by: something else that differed, and makes this difference alone.
-    Run: for each of lab.seeds stages 0 and 2, with lab.batch and twice that.
+    Run: for each of lab.seeds stage 0 with lab.batch, stage 0 with twice that, and stage 2 with twice that.
     Number, in nats: by how much the larger batch alone lowers the validation loss; mean of the seeds.
     """
     # card 5: for three seeds: both batches without ZeRO, and the larger one with ZeRO.
@@ -138,11 +139,12 @@ def card_08(lab) -> tuple[str, float]:
     """Claim: stage 1 makes model states 4 times smaller, stage 2 makes them 8 times smaller.
 
     Refuted by: factors that stay far from 4 and 8, however many devices there are.
-    Run: simulate stages 0 and 2 in 16 bit, on lab.devices and on many more.
+    Run: simulate stages 0 and 2 on lab.devices, and both again on 1024 devices (ranks=1024).
     Number: by which factor model states are smaller at stage 2, on lab.devices.
     """
-    # card 8: stages 0 and 2 were simulated on lab.devices, and on many more.
-    # - lab.simulate(stage, ranks=…, steps=1): a Run of one rank of so many; None: of lab.devices
+    # card 8: stages 0 and 2 were simulated on lab.devices, and on 1024 devices.
+    # - lab.simulate(stage, ranks=…, steps=1): a Run of one rank of so many, in fp16; None: of
+    #   lab.devices
     # - run.states: bytes of all model states
     raise NotImplementedError("card 8: card_08")
 
@@ -179,7 +181,7 @@ def card_11(lab) -> tuple[str, float]:
     """Claim: stage 1 may all-reduce its gradients as data parallelism does: it sends no more for that.
 
     Refuted by: such a stage 1 that sends more than data parallelism.
-    Run: "DDP" and "ZeroRedundancy", which is DDP with a sharded optimizer; stage 1 of this course for comparison.
+    Run: "DDP", and "ZeroRedundancy", which is DDP with a sharded optimizer.
     Number, in MB: what a rank of "ZeroRedundancy" sends in a step beyond one of "DDP", on a ring.
     """
     # card 11: data parallelism ran, and a stage 1 on top of it.
@@ -206,10 +208,10 @@ def card_13(lab) -> tuple[str, float]:
     """Claim: at stage 2 the ranks gather a layer's parameters before they run it.
 
     Refuted by: a forward and a backward pass in which nothing is gathered.
-    Run: stage 2, and stage 3 beside it; `when` of a run says what was sent in forward, backward and update.
+    Run: stage 2; `when` of a run says what was sent in forward, backward and update.
     Number, in MB: the payload of all that stage 2 gathers in a step.
     """
-    # card 13: stage 2 ran, and stage 3 beside it.
+    # card 13: stage 2 ran.
     # - run.when: payload by phase, such as {"forward": {}, "backward": {"reduce_scatter": 1447296},
     #   "update": {…}}
     # - run.collectives["all_gather"]["bytes"]: the payload of a step
@@ -276,7 +278,7 @@ def card_17(lab) -> tuple[str, float]:
 def card_18(lab) -> tuple[str, float]:
     """Claim: before a column-parallel layer, f splits its input X: each rank gets a part of X.
 
-    Refuted by: a layer whose matrix, on each rank, has a row for every value of X.
+    Refuted by: a layer whose weight, on each rank, has a column for each of the lab.hidden numbers of a token in X.
     Run: under lab.watch(), forward and then backward of a ColumnParallelLinear(lab.hidden, lab.ranks * lab.hidden);
     X is [lab.batch, lab.sequence, lab.hidden], in fp32, and wants a gradient.
     Number, in kB: the payload of what f sends in the two passes.
@@ -284,7 +286,7 @@ def card_18(lab) -> tuple[str, float]:
     # card 18: both passes of the layer were watched.
     # - with lab.watch() as seen: afterwards seen.collectives has what ran inside, as {name:
     #   {"calls": …, "bytes": …}}; its bytes are the payload
-    # - layer.weight [outputs of this rank, inputs]
+    # - layer.weight [outputs of this rank, inputs]: a column for each input
     raise NotImplementedError("card 18: card_18")
 
 
@@ -294,7 +296,8 @@ def card_19(lab) -> tuple[str, float]:
 
     Refuted by: positive numbers that show it, or mixed ones that do not.
     Run: rank r draws torch.randn(lab.hidden * lab.sequence) with a generator of seed lab.seed + r: its partial
-    results. g of tensor_parallel.py adds them over the ranks. Then the same with their absolute values.
+    results. g of tensor_parallel.py adds over the ranks: under lab.watch(), compare ReLU of the sum with the sum of
+    ReLUs. Then the same with absolute values.
     Number, in percent: of the elements for which it matters (by more than 1e-5), where signs are mixed.
     """
     # card 19: partial results of both signs, and positive ones, were added over the ranks while the
@@ -309,13 +312,13 @@ def card_20(lab) -> tuple[str, float]:
     """Claim: P_a makes the checkpoints of activations as many times smaller as there are devices.
 
     Refuted by: a smaller factor, however many ranks share the model.
-    Run: simulate, on lab.devices, C1 and C2, which is C1 with P_a: with lab.model_parallel, and with as many
-    model-parallel ranks as can be, with hidden=192, lab.sequence, batch=1 and steps=1. Checkpoints are what differs in
-    `kept`.
+    Run: simulate C1, and C2, which is C1 with P_a, on lab.devices: both with model_parallel=lab.model_parallel, and
+    both with model_parallel=lab.devices. All four with hidden=192, sequence=lab.sequence, batch=1 and steps=1. P_a
+    saves the difference between C1 and C2 in `kept`.
     Number, in kB: by how much P_a makes them smaller with lab.model_parallel.
     """
-    # card 20: C1 and C2 were simulated, with lab.model_parallel and with lab.devices model-parallel
-    # ranks.
+    # card 20: C1 and C2 were simulated with lab.model_parallel and with lab.devices model-parallel
+    # ranks: four runs.
     # - lab.simulate(config=…, model_parallel=…, hidden=192, sequence=…, batch=1, steps=1): a Run of
     #   one rank of lab.devices, in fp16
     # - run.kept: bytes of activations that live from forward to backward
@@ -342,11 +345,11 @@ def card_22(lab) -> tuple[str, float]:
     of activations for 32 sequences of 2048 tokens, in 16 bit.
 
     Refuted by: blocks that keep more, in each way to run them.
-    Run: simulate, with and without recompute, models of 2 and of 4 blocks with hidden=4096, and steps=1: the difference
-    in `kept` is what two blocks keep.
+    Run: simulate models of 2 and of 4 blocks with hidden=4096 and steps=1, with recompute=True and with
+    recompute=False. At any stage the difference in `kept` is what two blocks keep (peak holds more).
     Number, in GB: what 32 blocks keep without recomputation, for lab.sequences of lab.tokens tokens.
     """
-    # card 22: models with two numbers of blocks were simulated, with and without recomputation.
+    # card 22: models of 2 and of 4 blocks were simulated, with recomputation and without it.
     # - lab.simulate(stage, layers=…, hidden=…, recompute=…, batch=…, sequence=…, steps=1): a Run,
     #   in fp16
     # - run.kept: bytes of activations that live from forward to backward

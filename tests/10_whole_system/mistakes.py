@@ -278,11 +278,15 @@ WRONG |= {  # what strangers handed in, and had full marks
         3, "test_a_step_is_the_mean_of_the_replicas", r"(?s)it raised RuntimeError: The size of tensor .*over_replica",
         edited("10_whole_system", "System.over_replicas", ("set(replicated)", "replicated"))),
     "the norm in the gradients' own 16 bits": Wrong(
-        4, "test_the_norm_is_computed_in_fp32", r"the norm is about \S+, and rank \d found inf",
+        4, "test_the_norm_is_computed_in_fp32", r"float16, .* the norm is \S+, and rank \d found inf",
         clip(norm="norm = precision.global_norm(counted, self.gradient_scale, group=self.mesh.data_group)\n"
                   "squares = sum(each.square().sum() for each in counted)\n"
                   "collectives.all_reduce(squares, op='sum', group=self.mesh.data_group)\n"
                   "norm = squares.sqrt() * (self.gradient_scale or 1)")),
+    "scaled first, the norm in 16 bits": Wrong(
+        4, "test_the_norm_is_computed_in_fp32", r"bfloat16, .* the norm is \S+, and rank \d found \d",
+        clip(norm="scale = self.gradient_scale or 1\nsquares = sum((each * scale).square().sum() for each in counted)\n"
+                  "collectives.all_reduce(squares, op='sum', group=self.mesh.data_group)\nnorm = squares.sqrt()")),
     "a scale that is dropped where the norm is small": Wrong(
         4, "test_a_loss_scale_is_taken_off", r"with a loss scale of 1024, clipped to 1e\+06",
         edited("10_whole_system", "System.clip_grad_norm_",

@@ -739,23 +739,32 @@ def test_a_loss_scale_is_taken_off(assignment):
             )
 
 
-def of_fp16(assignment):
-    """The norm of a model in fp16, under a loss scale."""
-    system = system_of(assignment, "C4", 2, dtype=torch.float16)
+def of_16_bits(assignment, dtype):
+    """The norm of a model of this dtype, under a loss scale; and the sum of squares of this rank's gradients that count
+    here: those that all ranks of a model hold count on its first one."""
+    system = system_of(assignment, "C4", 2, dtype=dtype)
     (system.model(*batch_of(0, 2)).float() / SCALE).backward()
     system.gradient_scale = SCALE
-    return float(system.clip_grad_norm_(1e6))
+    norm, squares, mesh = float(system.clip_grad_norm_(1e6)), 0.0, system.mesh
+    for bucket in system.zero.buckets:
+        counts = torch.ones(bucket.padded)
+        for param in set(system.model.replicated()) & set(bucket.params) if mesh.model_rank else ():
+            bucket._place(counts, param).zero_()
+        squares += (bucket.gradient_shard.double() * bucket.shard(counts, mesh.data_rank)).square().sum().item()
+    return norm, squares
 
 
 @pytest.mark.step(4, points=1, stuck=ONCE, left=ONCE)
 def test_the_norm_is_computed_in_fp32(assignment):
-    right = flat(mean_of(of_the_replicas(4, 2))).norm().item()
-    for rank, norm in enumerate(once(of_fp16, 4, assignment)):
-        assert norm == pytest.approx(right, rel=0.02), (
-            f"C4 with a model in fp16, whose loss was multiplied by 1024: the norm is about {right:.3g}, and rank "
-            f"{rank} found {norm:.3g}. The squares of what it adds up come to {(right / SCALE)**2:.2g}, and fp16 "
-            "reaches to 65,504: in which dtype are they computed?"
-        )
+    for dtype in (torch.float16, torch.bfloat16):
+        found = once(of_16_bits, 4, assignment, dtype)
+        right = SCALE * sum(squares for _, squares in found) ** 0.5
+        for rank, (norm, _) in enumerate(found):
+            assert norm == pytest.approx(right, rel=5e-4), (
+                f"C4 with a model in {dtype}, whose loss was multiplied by 1024: the norm is {right:.5g}, and rank "
+                f"{rank} found {norm:.5g}. Before it is scaled its square is {(right / SCALE)**2:.2g}. fp16 reaches to "
+                "65,504, and bf16 keeps 3 digits: in which dtype are they computed?"
+            )
 
 
 @pytest.mark.step(4, points=1, stuck=ONCE, left=ONCE)

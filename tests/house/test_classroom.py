@@ -260,9 +260,9 @@ def test_later_steps_point_to_the_first_that_failed():
     grades.add(3, "three", 6, False, "it raised\n    To look at: None")
     assert grades.of(GRADIENTS.steps[0]) == (0, "stuck in _wait\n    To look at: this step")
     assert grades.of(GRADIENTS.steps[1]) == (
-        0, "the ranks had not come to an end\nThis may come from step 1: mend that first.")
+        0, "the ranks had not come to an end\nStep 1 has failed, too. If this step uses it, mend that one first.")
     assert grades.of(GRADIENTS.steps[2]) == (
-        0, "it raised\n    To look at: None\nThis may come from step 1: mend that first.")
+        0, "it raised\n    To look at: None\nStep 1 has failed, too. If this step uses it, mend that one first.")
     drawn = Grades(LESSONS["11_reading_critically"])
     drawn.add(4, "one", 10, False, "no host")
     drawn.add(9, "one", 10, False, "no bf16")

@@ -14,7 +14,7 @@ FIRST = Step(1, "first", 20, {"Stage.begin": ""}, {"core": 5})
 SECOND = Step(2, "second", 10, {"Stage.end": ""}, {})
 STUCK = ("the ranks had not come to an end after 15 s.\n"
          "    ranks 0 and 1 stood at line 7 of my file.py ({}): while True:")
-CAPPED = "\nWhat this step is about is not reached (core): so it earns 5 points at most."
+CAPPED = '\nUntil its main check passes ("core"), this step earns 5 points at most.'
 LATER, OWN = f"rest{UNWRITTEN}step 2, line 9)", f"own{UNWRITTEN}step 1, line 3)"
 
 

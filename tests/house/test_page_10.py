@@ -89,7 +89,7 @@ def test_traffic_is_zeros_and_the_blocks():
     ends = LADDER["C1"]["sent"] - zero - blocks
     assert ends == 2 * INPUT + 3 * 4 * 8 * program.SIZES.sequence  # three numbers a token for the loss
     assert f"ZeRO sends {zero / MB:.1f} MB: 2 · {part / MB:.1f} · 1/2" in PROSE
-    assert f"six blocks send {blocks / MB:.1f} MB, 6 · 12 · {INPUT / MB:.2f} · 1/2" in PROSE
+    assert f"six blocks send {blocks / MB:.1f} MB: 6 · 6 all-reduces · 2 · 1/2 · {INPUT / MB:.2f}" in PROSE
     assert f"{ends / MB:.1f} MB more make it {LADDER['C1']['sent'] / MB:.1f}" in PROSE
     for with_p_a, without in (("C2", "C1"), ("C4", "C3"), ("C5", "C3")):
         assert LADDER[with_p_a]["sent"] - LADDER[without]["sent"] == layers * INPUT // 2

@@ -55,14 +55,15 @@ class Grades:
         earned = {check: points for _, check, points, _, _ in results if check not in lost | waits}
         most = min([most for check, most in step.core.items() if check in lost], default=step.points)
         if sum(earned.values()) > most:
-            missed = ", ".join(check.removeprefix("test_").replace("_", " ") for check in step.core if check in lost)
-            message += f"\nWhat this step is about is not reached ({missed}): so it earns {most:g} points at most."
-        failed = {earlier: text for earlier, _, _, passed, text in self.results if not passed and earlier < step.number}
+            main = '", "'.join(check.removeprefix("test_").replace("_", " ") for check in step.core if check in lost)
+            message += f'\nUntil its main check passes ("{main}"), this step earns {most:g} points at most.'
+        failed = {number: text for number, _, _, passed, text in self.results
+                  if not passed and number < step.number and needs(text, number, self.lesson.steps) <= number}
         independent = self.lesson.draw  # drawn steps do not build on one another
         if message and failed and message not in failed.values() and not independent:
             if "had not come to an end" in message:
                 message = message.split(LOOK_AT)[0]  # the hint assumes that the cause is in this step
-            message += f"\nThis may come from step {min(failed)}: mend that first."
+            message += f"\nStep {min(failed)} has failed, too. If this step uses it, mend that one first."
         return min(most, sum(earned.values())), message
 
     def _needs(self, step: Step) -> Callable[[str], int]:

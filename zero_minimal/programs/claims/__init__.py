@@ -5,7 +5,8 @@ and a number, as in `return "true if", 3.75`. The verdict is "true", "true if", 
 what the number is, and its unit: GB are 10⁹ bytes and MB 10⁶. All sizes come from the lab; every rank runs the card.
 """
 
-# Your name draws the eight cards that you are graded on, and the sizes that they run with. Write no other card.
+# Write your name and grade this file once: the grader names your eight cards. The name also draws the sizes that they
+# run with. Write no other card.
 NAME = ""
 
 # Three answers in words, for your teacher: at least 40 words each. The grader counts the words, and reads none.

@@ -10,7 +10,7 @@ def card_11(lab) -> tuple[str, float]:
     """Claim: stage 1 may all-reduce its gradients as data parallelism does: it sends no more for that.
 
     Refuted by: such a stage 1 that sends more than data parallelism.
-    Run: "DDP" and "ZeroRedundancy", which is DDP with a sharded optimizer; stage 1 of this course for comparison.
+    Run: "DDP", and "ZeroRedundancy", which is DDP with a sharded optimizer.
     Number, in MB: what a rank of "ZeroRedundancy" sends in a step beyond one of "DDP", on a ring.
     """
     plain, sharded = lab.train("DDP"), lab.train("ZeroRedundancy")
@@ -34,7 +34,7 @@ def card_13(lab) -> tuple[str, float]:
     """Claim: at stage 2 the ranks gather a layer's parameters before they run it.
 
     Refuted by: a forward and a backward pass in which nothing is gathered.
-    Run: stage 2, and stage 3 beside it; `when` of a run says what was sent in forward, backward and update.
+    Run: stage 2; `when` of a run says what was sent in forward, backward and update.
     Number, in MB: the payload of all that stage 2 gathers in a step.
     """
     run = lab.train(2)

@@ -8,7 +8,7 @@ from zero_minimal.tensor_parallel import ColumnParallelLinear, g
 def card_18(lab) -> tuple[str, float]:
     """Claim: before a column-parallel layer, f splits its input X: each rank gets a part of X.
 
-    Refuted by: a layer whose matrix, on each rank, has a row for every value of X.
+    Refuted by: a layer whose weight, on each rank, has a column for each of the lab.hidden numbers of a token in X.
     Run: under lab.watch(), forward and then backward of a ColumnParallelLinear(lab.hidden, lab.ranks * lab.hidden);
     X is [lab.batch, lab.sequence, lab.hidden], in fp32, and wants a gradient.
     Number, in kB: the payload of what f sends in the two passes.
@@ -27,7 +27,8 @@ def card_19(lab) -> tuple[str, float]:
 
     Refuted by: positive numbers that show it, or mixed ones that do not.
     Run: rank r draws torch.randn(lab.hidden * lab.sequence) with a generator of seed lab.seed + r: its partial
-    results. g of tensor_parallel.py adds them over the ranks. Then the same with their absolute values.
+    results. g of tensor_parallel.py adds over the ranks: under lab.watch(), compare ReLU of the sum with the sum of
+    ReLUs. Then the same with absolute values.
     Number, in percent: of the elements for which it matters (by more than 1e-5), where signs are mixed.
     """
     dice = torch.Generator().manual_seed(lab.seed + lab.rank.rank)
@@ -44,9 +45,9 @@ def card_20(lab) -> tuple[str, float]:
     """Claim: P_a makes the checkpoints of activations as many times smaller as there are devices.
 
     Refuted by: a smaller factor, however many ranks share the model.
-    Run: simulate, on lab.devices, C1 and C2, which is C1 with P_a: with lab.model_parallel, and with as many
-    model-parallel ranks as can be, with hidden=192, lab.sequence, batch=1 and steps=1. Checkpoints are what differs in
-    `kept`.
+    Run: simulate C1, and C2, which is C1 with P_a, on lab.devices: both with model_parallel=lab.model_parallel, and
+    both with model_parallel=lab.devices. All four with hidden=192, sequence=lab.sequence, batch=1 and steps=1. P_a
+    saves the difference between C1 and C2 in `kept`.
     Number, in kB: by how much P_a makes them smaller with lab.model_parallel.
     """
     size = dict(hidden=192, sequence=lab.sequence, batch=1, steps=1)
@@ -77,8 +78,8 @@ def card_22(lab) -> tuple[str, float]:
     of activations for 32 sequences of 2048 tokens, in 16 bit.
 
     Refuted by: blocks that keep more, in each way to run them.
-    Run: simulate, with and without recompute, models of 2 and of 4 blocks with hidden=4096, and steps=1: the difference
-    in `kept` is what two blocks keep.
+    Run: simulate models of 2 and of 4 blocks with hidden=4096 and steps=1, with recompute=True and with
+    recompute=False. At any stage the difference in `kept` is what two blocks keep (peak holds more).
     Number, in GB: what 32 blocks keep without recomputation, for lab.sequences of lab.tokens tokens.
     """
     def kept(recompute, batch, sequence):

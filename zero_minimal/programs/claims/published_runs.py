@@ -52,8 +52,8 @@ def card_04(lab) -> tuple[str, float]:
     """Claim: ZeRO makes the memory that model states take on a single device smaller.
 
     Refuted by: one rank by itself whose model states are as large with ZeRO as without it, in each way to run it.
-    Run: with ranks=1 and dtype="bf16": stage 0, and stage 2 with and without its host.
-    Number, in MB: the most that model states on the device shrink in one of these ways.
+    Run: with ranks=1 and dtype="bf16": stage 0, stage 2, and stage 2 with offload=True.
+    Number, in MB: the most that one of the two runs of stage 2 takes off the model states on the device.
     """
     alone = dict(ranks=1, dtype="bf16")
     plain, zero, offloaded = lab.train(0, **alone), lab.train(2, **alone), lab.train(2, offload=True, **alone)
@@ -67,7 +67,7 @@ def card_05(lab) -> tuple[str, float]:
     """Claim: ZeRO with batch 2b reached another loss than no ZeRO with batch b. This shows what ZeRO does to the loss.
 
     Refuted by: something else that differed, and makes this difference alone.
-    Run: for each of lab.seeds stages 0 and 2, with lab.batch and twice that.
+    Run: for each of lab.seeds stage 0 with lab.batch, stage 0 with twice that, and stage 2 with twice that.
     Number, in nats: by how much the larger batch alone lowers the validation loss; mean of the seeds.
     """
     by_zero, by_batch = [], []
