@@ -193,6 +193,7 @@ def test_every_rank_has_all_updated_parameters(stage_class, world_size):
     assert_nothing_is_left(stage_class)
 
 
+@pytest.mark.thorough
 @pytest.mark.step(2, points=2, stuck=FRESH, left=FRESH, raised=FRESH)
 def test_ranks_with_other_hash_seeds_agree(stage_class):
     results = toys.run(small_steps, 2, stage_class, fresh=True)
@@ -530,6 +531,7 @@ def test_overflow_on_one_rank_is_everybodys(stage_class):
 BLAME = "whole gradients, or copies of something, live in its memory"
 
 
+@pytest.mark.thorough
 @pytest.mark.step(1, points=0)
 def test_the_kernel_counts_a_backward(stage_class):
     # sent are rank 0's parameters, and a reduce-scatter
@@ -541,6 +543,7 @@ def test_the_kernel_counts_a_step(stage_class):
     assert_kernel_agrees(stage_class, 4, optim.AdamW, PSI + 3 * PSI / 4, 3, BLAME, steps=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.step(3, points=0)
 def test_the_kernel_counts_micro_batches(stage_class):
     assert_kernel_agrees(stage_class, 4, optim.SGD, PSI + PSI / 4, 4, BLAME, micros=3)

@@ -339,6 +339,7 @@ def test_meshes_train_as_data_parallelism_alone(model_parallel):
         assert distance <= ROUNDING * start, f"parameters moved by {start}, and end {distance} away from DP alone's"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_parallel", (1, 2, 4))
 def test_a_mesh_tells_ranks_their_data(model_parallel):
     ranks = [rank[model_parallel] for rank, _ in meshes()]

@@ -536,6 +536,7 @@ def test_recordings_are_of_the_same_training(recordings):
         assert 0 < recording.begins[0] < recording.begins[-1] < len(recording.trace)
 
 
+@pytest.mark.thorough
 def test_replay_serves_every_event(recordings):
     for recording in recordings.values():
         allocator = allocator_model.replay(recording.trace, CachingAllocator(2**40))
@@ -551,6 +552,7 @@ def test_replay_serves_every_event(recordings):
         assert all(row.begin < row.end and row.bytes > 0 for row in rows)
 
 
+@pytest.mark.thorough
 def test_map_has_no_two_tensors_in_one_place(recordings):
     rows, _ = allocator_model.memory_map(recordings[False].trace, CachingAllocator(2**40))
     for moment in range(0, len(recordings[False].trace), 97):

@@ -13,8 +13,12 @@ from bs4 import BeautifulSoup
 
 HOUSE = Path(__file__).parents[2]
 SOURCES = [*HOUSE.glob("*.md"), *HOUSE.glob("lessons/**/*.md"), *HOUSE.glob("notebooks/*.ipynb")]
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(  # several minutes, if another program is at work
-    not all(map(importlib.util.find_spec, ("sphinx", "myst_nb", "furo"))), reason="needs requirements-book.txt")]
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.timeout(600),  # several minutes, if another program is at work
+    pytest.mark.skipif(not all(map(importlib.util.find_spec, ("sphinx", "myst_nb", "furo"))),
+                       reason="needs requirements-book.txt"),
+]
 
 
 def build(sources, site, *options):

@@ -41,7 +41,7 @@ from zero_minimal.processes.ranks import RankError
 LESSONS = found()
 COLLECTIVES, GRADIENTS = LESSONS["00_collectives"], LESSONS["03_gradients"]
 FOLDERS = (*((lesson, submissions.mistakes(lesson)) for lesson in LESSONS.values()), (GRADIENTS, conduct))
-FEW = {"00_collectives": 1, "03_gradients": 1, "08_defragmentation": 1, "11_reading_critically": 1}  # in the plain run
+FEW = {"00_collectives": 1, "03_gradients": 1}  # in the plain run
 HANGING = ("00_collectives",)  # of this lesson also one that hangs: each takes some seconds
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs what Linux tells of processes and memory")
 
@@ -152,6 +152,7 @@ def test_a_mistake_is_caught_and_named(messages, lesson, wrong):
     assert "Traceback" not in told[0]
 
 
+@pytest.mark.thorough
 def test_step_2_of_lesson_10_does_not_run_step_3(messages):
     lesson = LESSONS["10_whole_system"]
     fault = submissions.mistakes(lesson).WRONG["a parameter is looked for in a list"].code
@@ -424,6 +425,7 @@ def test_a_file_that_is_not_python(tmp_path):
     assert code == 1 and printed.count("the file is not Python, line 1") == 1 and "0 of 100 points" in printed
 
 
+@pytest.mark.thorough
 def test_the_command_itself():
     done = subprocess.run([sys.executable, "-m", "zero_minimal", "grade", "nothing.py"], cwd=HOUSE, text=True,
                           capture_output=True)
@@ -461,6 +463,7 @@ def test_time_is_spent_by_who_runs_and_by_who_waits(work):
     assert 0 < clock.spent <= clock.passed
 
 
+@pytest.mark.thorough
 def test_time_without_a_processor_is_nobodys():
     """Three processes share one processor, and one of them is looked at: a third of the time is its own."""
     allowed = os.sched_getaffinity(0)

@@ -107,6 +107,7 @@ def test_a_belt_of_today():
     assert_belt(second)
 
 
+@pytest.mark.thorough
 def test_memory_that_is_not_freed_is_seen():
     lingering, hoarding = toys.run(lambda: (belt_of(Lingering), belt_of(Hoarding)), 2)[0]
     root, *blocks = lingering["whole"]
@@ -141,6 +142,7 @@ def half_written():
     return belt.record["turns"], belt_of(Stage3)
 
 
+@pytest.mark.thorough
 def test_a_stage_that_is_half_written_is_seen_as_far_as_it_goes():
     turns, after = toys.run(half_written, 2)[0]
     assert turns == [["forward", 0], ["forward", 1]]

@@ -226,6 +226,7 @@ def fail_and_correct(stage, case):
     assert 0 < toys.distance(start, toys.whole_parameters(zero)) < 10 and caught.value is not None
 
 
+@pytest.mark.thorough
 @by_stage
 @in_ranks(2)
 def test_a_corrected_wrap_works(stage):

@@ -122,6 +122,7 @@ def gpt():
     return GPT(GPTConfig(layers=4, hidden=64, heads=2, sequence=32, dropout=0.0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", sample((Pretrained, Around, gpt), [gpt]))
 def test_a_model_draws_its_modules(make):
     worlds = {world: toys.run(from_meta, world, make) for world in (1, 2, 3)}

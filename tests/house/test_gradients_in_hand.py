@@ -13,7 +13,7 @@ from torch import nn, optim
 
 from zero_minimal.offload import Offloaded2
 
-sharded = pytest.mark.parametrize("stage", (1, 2, 3))
+sharded = pytest.mark.parametrize("stage", sample((1, 2, 3), [3]))
 
 
 wrap = functools.partial(misuse.wrap, momentum=0.9)

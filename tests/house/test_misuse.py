@@ -198,7 +198,7 @@ def said_at(stage):
     return toys.run(what_is_said, 3, uses, stage, timeout=60)
 
 
-@pytest.mark.parametrize("stage, name", sample(ROWS, [row for row in ROWS if row[0] > 1]))
+@pytest.mark.parametrize("stage, name", sample(ROWS, [row for row in ROWS if row[0] == 3]))
 def test_what_is_used_otherwise(stage, name):
     (_, _, words), said = USES[name], {of_rank[name] for of_rank in said_at(stage)} - {""}
     assert bool(said) == bool(words) and all(words in each for each in said), said
@@ -257,7 +257,7 @@ def rates_that_differ(how, stage):
 
 
 @by_stage_and_world
-@pytest.mark.parametrize("how", ("scheduled", "in a tensor", "by hand"))
+@pytest.mark.parametrize("how", sample(("scheduled", "in a tensor", "by hand"), ["scheduled"]))
 def test_learning_rates_that_differ(stage, world_size, how):
     words = refused(rates_that_differ, how, stage, world_size=world_size)
     assert "the learning rates differ" in words and "collectives.all_reduce(loss)" in words
@@ -317,7 +317,7 @@ def one_of_two_overflows(stage, first):
 
 
 @by_world
-@pytest.mark.parametrize("first", (True, False))
+@pytest.mark.parametrize("first", sample((True, False), [False]))
 def test_any_overflow_halves_the_scale(first, world_size):
     assert toys.run(one_of_two_overflows, world_size, 2, first) == [([not first, first], 512.0)] * world_size
 
@@ -343,7 +343,7 @@ def drop_a_batch(stage, scaled, update):
 
 
 @by_world
-@pytest.mark.parametrize("update", (True, False))
+@pytest.mark.parametrize("update", sample((True, False), [False]))
 def test_a_batch_that_is_dropped_after_unscaling(update, world_size):
     scaled, plain = (toys.run(drop_a_batch, world_size, 2, scaled, update)[0] for scaled in (True, False))
     torch.testing.assert_close(scaled[:2], plain[:2])

@@ -156,7 +156,7 @@ def held_and_sent(system, whole, shard):
     return psi, held, meter.sent_bytes, units[0].n if units else 0
 
 
-@pytest.mark.parametrize("world_size", sample((1, 2, 4), (2, 4)))
+@pytest.mark.parametrize("world_size", sample((1, 2, 4), [2]))
 def test_holds_and_sends_what_the_formulas_say(world_size):
     shares = {Naive: (16, 0, 2), Stage1: (8, 8, 2), Stage2: (4, 12, 2), Stage3: (0, 16, 3)}
     for system, (whole, shard, times) in shares.items():

@@ -49,6 +49,7 @@ def test_the_model_of_the_page():
     assert f"Buckets have {MEASURED['bucket'] / 2**20:g} MiB" in PROSE
 
 
+@pytest.mark.thorough
 def test_what_the_first_command_shows():
     """A simulated rank has the bytes of a real one."""
     shape = GPTConfig(sequence=64, dropout=0.0)

@@ -36,6 +36,7 @@ def test_each_card_is_a_step_and_a_row():
         assert all(OF[number][key] == text for key, text in words(number).items()), "measured.json has other words"
 
 
+@pytest.mark.thorough
 def test_what_the_first_commands_show():
     """Lessons 02 and 04 have measured the peaks; stage 0 has the same one on any number of ranks."""
     rows = {name: json.loads((HOUSE / "lessons" / name / "measured.json").read_text())["rows"]

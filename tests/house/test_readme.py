@@ -174,6 +174,7 @@ def all_reduces_of_a_step(stage_class):
     return len(starts), sum(event.bytes for event in starts)
 
 
+@pytest.mark.thorough
 def test_the_first_rung_makes_as_many_all_reduces_as_the_readme_says():
     (naive, bytes), (stage0, same) = (toys.run(all_reduces_of_a_step, 2, one)[0] for one in (Naive, Stage0))
     assert bytes == same == 4 * RUN["rows"][0]["parameters"]

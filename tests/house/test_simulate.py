@@ -83,6 +83,7 @@ def test_states_are_formula_and_padding(run):
     assert sum(told["padding"].values()) < 0.01 * sum(told["theory"].values())
 
 
+@pytest.mark.thorough
 def test_what_cannot_exist_is_null(run):
     told = json.loads(json.dumps(run.report))
     for name in ("losses", "step_seconds", "tokens_per_second"):
@@ -91,6 +92,7 @@ def test_what_cannot_exist_is_null(run):
     assert (told["ranks"], told["stage"], told["dtype"], told["backend"]) == (1024, 3, "fp16", "fake")
 
 
+@pytest.mark.thorough
 def test_a_rank_never_holds_the_whole_model(run):
     """Not in construction either: the root, a unit twice (as it was drawn, and in its bucket), masters, shards."""
     whole, unit, root = 2 * run.report["parameters"], 2 * (12 * 1408**2 + 13 * 1408), 2 * 2034 * 1408
@@ -100,6 +102,7 @@ def test_a_rank_never_holds_the_whole_model(run):
         assert moment.bytes["parameters"] < 2.1 * unit + root
 
 
+@pytest.mark.thorough
 def test_the_peak_is_the_highest_moment_and_what_lives_there_adds_up_to_it(run):
     memory = run.report["memory"]
     assert memory["peak"] == max(moment.total - moment.bytes["other"] for moment in run.timeline)
@@ -109,6 +112,7 @@ def test_the_peak_is_the_highest_moment_and_what_lives_there_adds_up_to_it(run):
     assert run.at_peak == sorted(run.at_peak, key=lambda living: -living.bytes * living.count)
 
 
+@pytest.mark.thorough
 def test_it_fits_a_terminal(run):
     wide = dataclasses.replace(SMALL, heads=4, hidden=512, layers=2, vocabulary=50257)
     for simulation in (run, simulate(Case(wide, ranks=1000, model_parallel=4, config="C5", batch=3))):
@@ -139,6 +143,7 @@ def test_progress_is_seen_before_anything_is_built(stream, monkeypatch):
     assert ("0/8" if stream is Terminal else "simulate: 0 of 8 phases") in seen[0]
 
 
+@pytest.mark.thorough
 def test_the_phases_come_in_order(run):
     names = [name for name, _ in run.phases]
     parts = ("forward", "backward", "update")
@@ -147,6 +152,7 @@ def test_the_phases_come_in_order(run):
     assert starts == sorted(starts)
 
 
+@pytest.mark.thorough
 def test_the_words_hold_the_figures(run):
     text = describe(run)
     assert "N = 1,024" in text and "12Ψ/N" in text and "backward 2" in text
@@ -170,6 +176,7 @@ def test_gradients_are_simulated_where_they_are_switched_off():
     assert without["memory"] == simulate(case).report["memory"]
 
 
+@pytest.mark.thorough
 def test_model_parallelism_and_stage_3_together():
     config = dataclasses.replace(SMALL, heads=4, recompute=True)
     told = simulate(Case(config, 3, 8, "bf16", model_parallel=2)).report

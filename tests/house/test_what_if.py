@@ -143,6 +143,7 @@ def test_offload_spares_what_the_ledger_counts_on_real_ranks(formulas, stage=2):
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
+@pytest.mark.thorough
 def test_the_committed_page_is_what_the_command_makes(tmp_path, capsys):
     program.main(["sliders", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").read_text() == PAGE.read_text(), (
@@ -197,6 +198,7 @@ def test_the_page_calculates_what_plan_says_in_200_settings(engine, tmp_path):
         assert not differences(what_if.flat(what_if.asked(setting)), figures), setting
 
 
+@pytest.mark.thorough
 def test_the_page_shows_them_and_the_command_that_says_the_same(tmp_path, capsys):
     """What stands on the page after the sliders were moved; every control has a label."""
     moved = MOVE + """
@@ -224,6 +226,7 @@ def test_the_page_shows_them_and_the_command_that_says_the_same(tmp_path, capsys
     assert f"sends {seconds_text(row['send_seconds'])}<" in shown
 
 
+@pytest.mark.thorough
 def test_the_command_of_the_page_has_offload_too(tmp_path, capsys):
     moved = MOVE + """
         move("offload", "cpu");

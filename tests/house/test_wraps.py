@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import toys
 from misuse import by_stage, by_stage_and_world, in_one_line, in_ranks
+from thorough import sample
 from torch import optim
 from torch.optim.swa_utils import AveragedModel
 
@@ -147,7 +148,7 @@ COPIES = (copy.deepcopy, lambda model: AveragedModel(model).module, by_pickle)
 
 
 @by_stage
-@pytest.mark.parametrize("how", range(3), ids=("deepcopy", "AveragedModel", "pickle"))
+@pytest.mark.parametrize("how", sample(range(3), [0]), ids=("deepcopy", "AveragedModel", "pickle"))
 @in_ranks(2)
 def test_a_copy_is_a_plain_model(stage, how):
     model, zero = wrap(stage)
@@ -220,7 +221,7 @@ def drop_the_stage(stage):
     return model, loss, values
 
 
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("stage", sample(range(3), [2]))
 @in_ranks(2)
 def test_the_model_is_plain_when_its_stage_is_gone(stage):
     model, _, values = drop_the_stage(stage)
