@@ -193,8 +193,8 @@ class Reducer:
         # self._hand_over_complete was called.
         # - self._arrived(param): tells the stage, and who listens
         # - self.accumulating: True under accumulate()
-        # - self.buckets_of[param]: the buckets in which it lies
-        # - self._completed: a list of buckets, in the order in which they became complete
+        # - self.buckets_of[param]: the buckets in which it lies; self.waits_for still has them
+        # - self._completed: a list of buckets, in order of completion
         raise NotImplementedError("step 3: _gradient")
 
     def _arrived(self, param: nn.Parameter) -> None:
@@ -335,7 +335,8 @@ class Stage0(Hooks):
 
     def _wait(self):
         # step 4: what was under way, if anything, has arrived, and self.reducing is None.
-        # bucket_complete uses it from now on, and lets autograd go on while its own bucket travels.
+        # bucket_complete uses it from now on, before its own bucket starts, which travels while
+        # autograd goes on.
         # - self.reducing: None, or the Work that bucket_complete has put there
         # - work.wait(): returns when the collective has ended. On gloo it also sends the second
         #   half of an all-reduce, behind all that was started before

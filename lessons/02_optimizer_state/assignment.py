@@ -94,7 +94,7 @@ def global_norm(
     `sharded=False`: every rank holds all of it already.
     """
     # step 5: return the norm of gradient_scale (None: 1) times the whole gradient, of which each
-    # rank of the group has shards: computed in fp32, the same on every rank. (sharded=False: the
+    # rank of the group has shards: in fp32 at least, the same on every rank. (sharded=False: the
     # norm of these gradients alone, and nothing is sent.)
     # - collectives.all_reduce(tensor, op="avg" or "sum", group=…): in place
     raise NotImplementedError("step 5: global_norm")

@@ -74,7 +74,7 @@ class Stage2(Hooks):
         # and self.reducing, a Reduction, says so. At most one bucket is on its way, and at most one
         # has whole gradients in self.memory. No .grad is left that no later bucket needs.
         # - done: the parameters whose .grad no later bucket needs
-        # - self.memory.whole(bucket): a new vector [padded], zeros where no gradient will come
+        # - self.memory.whole(bucket): a new vector [padded], zeros where there is no .grad now
         # - self.memory.shard(bucket): a new vector [padded / N], not filled
         # - bucket.fuse_gradients(whole [padded]): copies what is in param.grad to its place in
         #   whole, and leaves the rest of it

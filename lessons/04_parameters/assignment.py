@@ -101,13 +101,12 @@ class Stage3(Hooks):
     def _gather(self, unit):
         """Start to gather a unit's parameters."""
         # step 2: the unit's parameters are here or on their way. What is on its way is listed in
-        # unit.gathering. Nothing has been waited for, and nothing was sent if they were here or on
-        # their way before.
-        # - unit.buckets: one bucket, or several
+        # unit.gathering. Nothing has been waited for. If they were here or on their way before,
+        # nothing has changed.
+        # - unit.buckets: several, one or none (of an empty root, which is never whole)
         # - unit.whole, unit.gathering: whether its parameters can be read, False at first; a list
         #   of Work, [] at first. You set both.
-        # - tensor.untyped_storage().resize_(bytes): gives a storage that many bytes, with nothing
-        #   in them
+        # - tensor.untyped_storage().resize_(bytes): gives a storage new memory of that many bytes
         # - bucket.padded, bucket.dtype.itemsize: elements of the bucket, and bytes of each
         # - collectives.all_gather(output [N·s], input [s], group=…, async_op=True): the inputs of
         #   all ranks, in rank order. Returns a Work at once.
@@ -136,7 +135,7 @@ class Stage3(Hooks):
         # - bucket.flat.placeholder(param): one NaN in the shape of the parameter
         # - release(param, placeholder): the parameter points to the placeholder, and whoever reads
         #   it gets an error
-        # - collectives.free(tensor): its storage has 0 bytes from now on, whoever refers to it
+        # - collectives.free(tensor): its storage has 0 bytes from now on; it may have 0 already
         raise NotImplementedError("step 1: _free")
 
     def _release_all(self):
@@ -184,8 +183,8 @@ class Stage3(Hooks):
         # and self.reducing, a Reduction, says so. At most one bucket is on its way, and at most one
         # has whole gradients in self.memory. No .grad of this bucket is left.
         # - done: the parameters of the bucket
-        # - self.memory.whole(bucket), self.memory.shard(bucket): a new vector [padded] of zeros; a
-        #   new one [padded / N], not filled
+        # - self.memory.whole(bucket), self.memory.shard(bucket): a new vector [padded], zeros where
+        #   there is no .grad now; a new one [padded / N], not filled
         # - bucket.fuse_gradients(whole [padded]): copies every param.grad to its place in whole,
         #   and leaves the rest of it
         # - collectives.reduce_scatter(output [s], input [N·s], op="avg" or "sum", group=…,
@@ -229,13 +228,14 @@ class Stage3(Hooks):
     def step(self) -> None:
         """Update this rank's shards. Nothing is sent: units are gathered when next used."""
         # step 5: the optimizer has updated each shard, with self.gradient_scale times the mean
-        # gradient, and no unit is whole. What was changed in place before is in the shards. Buffers
-        # (running statistics) are those of rank 0. Backward is over, also where none ran. Another
-        # backward before zero_grad() is refused.
-        # - self.reduced_gradients(): ends what is left of backward
+        # gradient, and no unit is whole. What was changed in place before is in the shards. Inside
+        # gather_parameters() it raises before anything is sent. Running statistics are those of
+        # rank 0. Backward is over, also where none ran. Another backward before zero_grad() is
+        # refused.
+        # - self.reduced_gradients(): ends what is left of backward, and may send
         # - self.buckets: those of trained parameters
         # - optimizers.update_shard(optimizer, bucket, scale): one optimizer step on this rank's
-        #   shard of a bucket, with scale times its gradient
+        #   shard, with scale times its gradient
         # - replicas.broadcast_statistics(model, group): running statistics of rank 0, to all ranks
         # - self.reducer.spent: while it is True, backward raises; zero_grad() sets it back
         raise NotImplementedError("step 5: step")

@@ -176,11 +176,11 @@ class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, keeper, anchor, *tensors):
         """What run(tensors) returns. `keeper` says what is kept of a tensor; `anchor` is empty."""
-        # step 1: returns run(tensors), of which no graph is left when it returns. Of each tensor
-        # what keeper.keep gives is kept until backward has used it, and what keeper.describe gives;
-        # so is the state of random numbers and of autocast, as it was before the run; nothing else
-        # is. (Step 3 grades this state.) An output that gets no gradient will get None in backward,
-        # and no zeros.
+        # step 1: returns run(tensors), and keeps no graph of it. Of each tensor what keeper.keep
+        # gives is kept until backward has used it, and what keeper.describe gives; so is the state
+        # of random numbers and of autocast, as it was before the run; nothing else is. (Step 3
+        # grades this state.) An output that gets no gradient will get None in backward, and no
+        # zeros.
         # - run(tensors): calls the function; a tuple of what is in its result
         # - keeper.keep(tensor): what stays of it until backward, without its past
         # - keeper.describe(tensor): what it was like: shape, device, requires_grad, is_cut

@@ -165,9 +165,9 @@ class Slab:
     def reset(self) -> None:
         """Forget all that was kept: the next tensor goes to the front again. Nothing is freed."""
         # step 3: nothing is kept any more, and the next tensor goes to the front; no memory was
-        # given back. A backward that still needs what was kept fails. (After the round that
-        # measured, memory is allocated for as much as was kept in it. A round without anything goes
-        # on measuring.)
+        # given back. A backward that still needs what was kept in self.memory fails. (After the
+        # round that measured, memory is allocated for as much as was kept. A round without anything
+        # goes on measuring.)
         # - tensor[:0].zero_(): changes no number, and counts as a change
         # - self._allocate(elements): makes memory and _kept
         raise NotImplementedError("step 3: reset")
@@ -185,8 +185,8 @@ def gradients_in_slab(model: nn.Module) -> Slab:
     """
     # step 4: the slab has room for one gradient of each parameter that wants one. In backward, as
     # soon as a gradient is complete, it lies there, and nowhere else. A second backward adds to
-    # what lies there. RuntimeError in backward, where it adds to a gradient that was kept before
-    # the last reset(), wherever it lies. (`_kind_of` finds dtype and device.)
+    # what lies there. RuntimeError in backward, where it adds in place to a gradient from before
+    # the last reset(), anywhere in the slab. (`_kind_of` finds dtype and device.)
     # - param.register_post_accumulate_grad_hook(hook): hook(param) runs in backward, whenever
     #   param.grad is complete
     # - slab.holds(tensor): whether it lies in the slab's memory

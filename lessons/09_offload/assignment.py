@@ -115,12 +115,12 @@ class HostState(Kept):
         # memory for its turn: its master was updated with its gradient times `scale`, computed in
         # the master's dtype, and was sent: one parcel a shard, in that order, in shard.dtype, its
         # words ("parameters",). shard.gradient is as it was.
+        # - parcel: words alone, and no buffer to be emptied
         # - self.optimizer.param_groups: a list of dicts; `options` has a dict for each
         # - self.in_turn(): all shards. Use a shard before you ask for the next.
         # - optimizers.update(optimizer, group, master, gradient): one optimizer step on this master
         #   alone
-        # - self.bus.send(words, tensor): to the rank; words alone will do, too. It has copied the
-        #   tensor when it returns.
+        # - self.bus.send(words, tensor): to the rank. It has copied the tensor when it returns.
         raise NotImplementedError("step 1: update")
 
 
@@ -143,7 +143,7 @@ class Offloaded(RankSide):
         """Let the host keep() this rank's shard, and its master, once, at the start."""
         # step 1: the host has been sent ("keep", bucket.away.number, bucket.group_index) with this
         # rank's shard. bucket.master, which you set, is an nn.Parameter of the master's shape and
-        # dtype (as in keep) that has no memory of its own.
+        # dtype (as in keep), without memory of its own. RankSide.own then calls bucket.away.know.
         # - self.host.send(words, tensor): to the host; words alone will do, too. It has copied the
         #   tensor when it returns.
         # - bucket.parameter_shard [padded / N], bucket.dtype
@@ -184,6 +184,7 @@ class GatheredAfter:
         # and a user's edits went along. Running statistics are rank 0's. Another backward before
         # zero_grad() is refused.
         # - self.reducer.complete(): ends what is left of backward
+        # - seams.tell("update_begins", bucket): tells who listens that the bucket changes now
         # - precision.keep_changes(bucket): edits of its parameters go to the host
         # - self._returned(): each bucket, as soon as it is back
         # - collectives.all_gather(output [N·s], input [s], group=…, async_op=True): from
