@@ -78,10 +78,17 @@ def listed(places):
 # ------------------------------------------------------------------------------- step 1: a shard is all that stays
 
 
+def tower_with_frozen_blocks():
+    tower = Tower(24)
+    for block in tower.blocks[::3]:
+        block.requires_grad_(False)
+    return tower
+
+
 def at_the_start(stage_class):
     """Bytes that live because of model and stage, before anything was computed; of each parameter: its name, whether
     it has kept shape, dtype and requires_grad, and what came of reading it: "refused", "gone", or a number."""
-    make = functools.partial(Tower, 24)
+    make = tower_with_frozen_blocks
     before = checks.live_bytes()
     mine = toys.build(make, dist.get_rank())
     psi = sum(param.nbytes for param in mine.parameters())
@@ -116,7 +123,7 @@ def test_a_rank_keeps_its_shard_alone(stage_class, world_size):
         assert held <= most, (
             f"a model of {in_words(psi)} on {world_size} ranks: when the stage has been made, rank {rank} holds "
             f"{in_words(held)}, and its shard is {in_words(psi / world_size)}. What still refers to the whole? A shard "
-            "that is a view keeps all of its storage in memory"
+            "that is a view keeps all of its storage in memory, and some blocks of this model are frozen"
         )
     held, psi = sum(held for held, *_ in ranks), ranks[0][1]
     assert held >= 0.99 * psi, (

@@ -986,7 +986,17 @@ def compacted(assignment):
     whole = full.allocate((50,)).fill_(3.0)
     full.compact()
     return (before, after, free, second, third, error, list(nothing.pool.holes), list(full.pool.holes),
-            whole.tolist() == [3.0] * 50, [freed_after(assignment, times) for times in (1, 2)])
+            whole.tolist() == [3.0] * 50, [freed_after(assignment, times) for times in (1, 2)], overtaken(assignment))
+
+
+def overtaken(assignment):
+    """What two tensors hold after compact(), of which the younger one took a hole in front of the other."""
+    arena = assignment.Arena(30)
+    gap, older = arena.allocate((10,)), arena.allocate((6,)).fill_(5.0)
+    arena.free(gap)
+    younger = arena.allocate((3,)).fill_(6.0)
+    arena.compact()
+    return younger.tolist(), older.tolist()
 
 
 def freed_after(assignment, times):
@@ -1008,7 +1018,7 @@ def freed_after(assignment, times):
 @pytest.mark.step(5, points=6, raised="self.lent says who has which block. A piece that overlaps its own new place "
                   "goes through memory of its own")
 def test_compaction_leaves_one_free_block(assignment):
-    ((before, after, free, second, third, error, nothing, full, whole, freed),) = once(compacted, 1, assignment)
+    ((before, after, free, second, third, error, nothing, full, whole, freed, held),) = once(compacted, 1, assignment)
     places, holes = after
     assert places == [0, 20, 35], (
         f"tensors of 20, 15 and 30 lay at {before[0]} with holes between them; after compact() they lie at {places}, "
@@ -1031,6 +1041,9 @@ def test_compaction_leaves_one_free_block(assignment):
             f"an arena of 100 held tensors of 10 at 0 and of 30 at 30; compact() was called {times}, and both were "
             f"freed. Then there is: {found}; free is 100 at 0, in one block. Which block does self.lent name for a "
             f"tensor that compact() {what}?")
+    assert held == ([6.0] * 3, [5.0] * 6), (
+        f"a tensor of three 6 took a hole in front of an older one of six 5. After compact() they hold {held[0]} and "
+        f"{held[1]}: which of the two moves first? Go by where they lie, not by their age")
 
 
 def followed(assignment):
