@@ -26,6 +26,9 @@ def _figure(file: str, label: str) -> int | None:
     return None
 
 
+BUSY = "this machine is too busy to judge: {}. No points are taken. End what else runs here, or grade later"
+
+
 class Busy(RuntimeError):
     """Ranks got too little processor time for a judgement."""
 

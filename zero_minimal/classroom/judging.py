@@ -12,14 +12,13 @@ import signal
 import time
 from collections.abc import Generator, Iterator
 
-from zero_minimal.classroom.accounts import Busy
+from zero_minimal.classroom.accounts import BUSY, Busy
 from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.lessons import USED_UP, Lesson
 
 SECONDS = 120  # for a whole lesson, as accounts.Clock counts them
 SILENCE = 60.0  # seconds without a report after which a judge counts as stopped: it reports while ranks start and run
-UNREAD = ("this machine is too busy to judge: the tests could not be read within {:.0f} s, and nothing of the "
-          "submission ran. No points are taken. End what else runs here, or grade later")
+UNREAD = BUSY.format("the tests could not be read within {:.0f} s, and nothing of the submission ran")
 LATE = ("this test did not come to an end: the machine may be busy, or what is run too large (a simulation of many "
         "layers?). Look at this step alone: --step {}")
 DOWN = ("the grader's own process was brought down while this test ran{}: memory may have run out (what is run may be "

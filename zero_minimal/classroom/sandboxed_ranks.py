@@ -21,14 +21,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from zero_minimal.classroom import hosts
-from zero_minimal.classroom.accounts import Busy, end_all_below, held_by, sent_by
+from zero_minimal.classroom.accounts import BUSY, Busy, end_all_below, held_by, sent_by
 from zero_minimal.classroom.fork_server import READY
 from zero_minimal.offloading import host_link
 
 START = 60.0  # seconds for a fork server to import torch, on a busy machine
 ANSWER = 60.0  # seconds to fork, likewise
-UNREADY = ("this machine is too busy to judge: ranks could not be started within {:.0f} s. No points are taken. End "
-           "what else runs here, or grade later")
 HEAD = 4  # bytes at the start of a message that give its length
 STACK = 2**15  # the most bytes of a rank's stack that are read
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
@@ -179,7 +177,7 @@ class ForkServer:
         while not select.select([self.control], [], [], 1.0)[0]:
             beat()
             if time.monotonic() > until:
-                raise Busy(UNREADY.format(START))
+                raise Busy(BUSY.format(f"ranks could not be started within {START:.0f} s"))
         if self.control.recv(100) != READY:
             self.printed.seek(0)
             raise RuntimeError(f"no ranks can be started:\n{self.printed.read().decode(errors='replace')[-3000:]}")

@@ -16,7 +16,7 @@ from pathlib import Path
 import cloudpickle
 
 from zero_minimal.classroom import hosts, results
-from zero_minimal.classroom.accounts import Busy, Clock, end_all_below, lives
+from zero_minimal.classroom.accounts import BUSY, Busy, Clock, end_all_below, lives
 from zero_minimal.classroom.course_copy import stage
 from zero_minimal.classroom.fork_server import DATA, HERE
 from zero_minimal.classroom.guard import Fault
@@ -28,8 +28,6 @@ from zero_minimal.processes.failures import GRACE, Failure, raise_first
 LOOK = 0.01  # seconds between two readings of the ranks' memory
 TICK = 0.2  # seconds between two readings of their time
 SLOWEST = 10  # wall-clock time, as a multiple of a run's limit, at which the machine is too busy to judge
-BUSY = ("this machine is too busy to judge: other programs had its processors for most of {:.0f} s while ranks stood "
-        "ready to run. No points are taken. End what else runs here, or grade later")
 
 
 class Supervisor:
@@ -113,7 +111,8 @@ class Supervisor:
             if clock.spent >= until:
                 raise TimeoutError(_where_they_stand(handles, sorted(pending.values()), timeout))
             if clock.passed > SLOWEST * timeout:
-                raise Busy(BUSY.format(clock.passed))
+                raise Busy(BUSY.format(f"other programs had its processors for most of {clock.passed:.0f} s while "
+                                       "ranks stood ready to run"))
             ready, _, _ = select.select(list(pending), [], [], LOOK if counted else TICK)
             for handle in handles if counted else ():
                 handle.look()
