@@ -746,9 +746,10 @@ def of_16_bits(assignment, dtype):
     (system.model(*batch_of(0, 2)).float() / SCALE).backward()
     system.gradient_scale = SCALE
     norm, squares, mesh = float(system.clip_grad_norm_(1e6)), 0.0, system.mesh
+    not_here = set(system.model.replicated()) if mesh.model_rank else set()
     for bucket in system.zero.buckets:
         counts = torch.ones(bucket.padded)
-        for param in set(system.model.replicated()) & set(bucket.params) if mesh.model_rank else ():
+        for param in not_here & set(bucket.params):
             bucket._place(counts, param).zero_()
         squares += (bucket.gradient_shard.double() * bucket.shard(counts, mesh.data_rank)).square().sum().item()
     return norm, squares
