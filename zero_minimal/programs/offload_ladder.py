@@ -15,6 +15,7 @@ import torch
 
 from zero_minimal.core import collectives, optimizers, replicas
 from zero_minimal.meters.crossings import BusMeter
+from zero_minimal.meters.host_link_times import settled_bytes
 from zero_minimal.meters.observer import Observer
 from zero_minimal.offload import LeavesAtOnce, Offloaded1, Offloaded2
 from zero_minimal.offloading.host_link import Bus
@@ -97,7 +98,7 @@ def stand_on(rung: Rung, settings: Settings) -> dict:
     """
     with ranks.start() as rank:
         load_libraries(settings, rank)
-        empty, host_alone = resident_bytes(), Host(keep_gradients, 64, rank.device, None)  # which keeps nothing
+        empty, host_alone = settled_bytes(), Host(keep_gradients, 64, rank.device, None)  # which keeps nothing
         _, empty_host = host_alone.ask("memory")
         host_alone.end()
         zero = loop.build(rung.kind, settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
@@ -105,8 +106,7 @@ def stand_on(rung: Rung, settings: Settings) -> dict:
         bus = BusMeter(zero) if rung.host else None
         batches = loop.training_batches(settings, rank.rank)
         losses = list(loop.steps(zero, batches, settings, observers=[observer, *filter(None, [bus])]))
-        gc.collect()
-        now = resident_bytes()
+        now = settled_bytes()
         kept, host_now = zero.host.ask("memory") if rung.host else (0, empty_host)
         unknown = None in (empty, now, empty_host, host_now)
         return {
