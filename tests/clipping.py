@@ -81,9 +81,15 @@ def assert_clipping_leaves_the_gradients(stage_class):
 
 
 def assert_scales_a_bucket_at_a_time(stage_class):
-    """What lives in step() besides: a scaled shard, and shards that travel while the next is updated."""
+    """What lives in clip_grad_norm_ besides: copies of a shard. In step(): a scaled shard, and shards that travel while
+    the next is updated."""
     for rank, of_rank in enumerate(once(clipped, 2, stage_class)):
-        for (*_, last, more, _), max_norm in zip(of_rank, LIMITS, strict=True):
+        for (*_, last, (in_clipping, more), _), max_norm in zip(of_rank, LIMITS, strict=True):
+            assert in_clipping <= 3 * BUCKET, (
+                f"in clip_grad_norm_({max_norm:g}) rank {rank} holds up to {in_words(in_clipping)} more than before "
+                f"it, and its gradients are {in_words(4 * flat(rank, last).numel())} in all: the norm needs the "
+                "squares of a shard at a time, and then a number each"
+            )
             assert more <= 3 * BUCKET, (
                 f"in step(), after clip_grad_norm_({max_norm:g}), rank {rank} holds up to {in_words(more)} more than "
                 f"before it, and its gradients are {in_words(4 * flat(rank, last).numel())} in all: the scaled ones "

@@ -18,6 +18,7 @@ from checks import in_words
 from torch import optim
 
 from zero_minimal.guards import collective_fingerprint as notes
+from zero_minimal.meters.memory import Ledger
 from zero_minimal.processes.ranks import RankError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -666,8 +667,8 @@ LIMITS = (0.1, 1e6)  # for the norm: below it, and above
 
 def clipped(stage_class):
     """For each limit: what clip_grad_norm_ returned, and its shape (None: it is no tensor), how far SGD with lr 1 went
-    then, this rank's shards before clipping, after it and after the step, how many bytes more live in that, and what
-    the tensor holds that was gradient_scale before, a 1."""
+    then, this rank's shards before clipping, after it and after the step, how many bytes more live in clipping and in
+    the step, and what the tensor holds that was gradient_scale before, a 1."""
     torch.use_deterministic_algorithms(True)
     results, rank = [], dist.get_rank()
     for max_norm in LIMITS:
@@ -675,13 +676,16 @@ def clipped(stage_class):
         zero.model(*toys.tokens(rank, 0)).backward()
         shards, before = shards_of(zero), toys.whole_parameters(zero)
         scale = zero.gradient_scale = torch.tensor(1.0)
-        norm = zero.clip_grad_norm_(max_norm)
+        with Ledger("cpu") as ledger:
+            there = ledger.total
+            norm = zero.clip_grad_norm_(max_norm)
         shape = list(norm.shape) if isinstance(norm, torch.Tensor) else None
         clipped_shards, memory = shards_of(zero), Most()
         memory.follow(zero.optimizer)
         zero.step()
         change = toys.distance(before, toys.whole_parameters(zero))
-        results.append((float(norm), shape, change, shards, clipped_shards, shards_of(zero), memory.most, float(scale)))
+        results.append((float(norm), shape, change, shards, clipped_shards, shards_of(zero),
+                        (ledger.peak.total - there, memory.most), float(scale)))
     return results
 
 
