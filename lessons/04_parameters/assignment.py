@@ -140,7 +140,7 @@ class Stage3(Hooks):
 
     def _release_all(self):
         if self.shown:
-            raise RuntimeError("leave gather_parameters() first")
+            raise RuntimeError("leave gather_parameters() first: no step runs inside of it")
         for unit in self.units:
             self._release(unit)
 

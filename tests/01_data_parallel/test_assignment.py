@@ -496,6 +496,7 @@ FRESH = ("here each rank is a Python of its own, as with torchrun, with another 
          "is sorted by hash() or id(), has another order on each rank. Go through lists and dicts")
 
 
+@pytest.mark.thorough
 @pytest.mark.step(2, points=1, stuck=FRESH, left=FRESH, raised=FRESH)
 def test_ranks_with_other_hash_seeds_agree(stage_class):
     for name, found in zip(("Naive", "Stage0"), zip(*toys.run(on_fresh_ranks, 2, stage_class, fresh=True), strict=True),

@@ -415,6 +415,7 @@ def memory_of_training(stage_class):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.step(3, points=3)
 def test_memory_stays_as_in_the_first_backward(stage_class):
     for rank, found in enumerate(toys.run(memory_of_training, 4, stage_class)):
@@ -538,6 +539,7 @@ def test_the_kernel_counts_a_backward(stage_class):
     assert_kernel_agrees(stage_class, 4, optim.SGD, PSI + PSI / 4, 2, BLAME)
 
 
+@pytest.mark.thorough
 @pytest.mark.step(2, points=0)
 def test_the_kernel_counts_a_step(stage_class):
     assert_kernel_agrees(stage_class, 4, optim.AdamW, PSI + 3 * PSI / 4, 3, BLAME, steps=1)

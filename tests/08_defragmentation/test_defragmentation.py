@@ -560,6 +560,7 @@ def test_map_has_no_two_tensors_in_one_place(recordings):
         assert all(a + size <= b for (a, size), (b, _) in zip(lying, lying[1:], strict=False))
 
 
+@pytest.mark.thorough
 def test_slabs_prevent_the_failure(recordings):
     finding = allocator_model.find_capacity(recordings[False].trace, recordings[True].trace, tries=12)
     assert finding.smallest_with <= finding.capacity < finding.smallest_without

@@ -768,6 +768,7 @@ def assert_as_the_stage(results, *names):
 STAGE_3 = tuple((3, name) for name in (CLIPS, HALVES, SCALES, CROWDED, LEFT_OUT))
 
 
+@pytest.mark.thorough
 @pytest.mark.step(3, points=6, stuck=WAITS, raised="parcels come back in the order of self.in_turn()")
 def test_stage_3_trains_as_without_offload(assignment):
     assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGE_3), CLIPS, HALVES, SCALES, LEFT_OUT)

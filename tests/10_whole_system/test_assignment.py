@@ -414,6 +414,7 @@ def kept(assignment):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.step(2, points=3, raised=FULL, stuck=MESH)
 def test_a_block_keeps_its_input_alone(assignment):
     whole = BATCH * INPUT
@@ -662,6 +663,7 @@ def cases(assignment):
 ONCE = "all ranks of both groups must come to each all-reduce, also those whose copies do not count"
 
 
+@pytest.mark.thorough
 @pytest.mark.step(4, points=5, stuck=ONCE, left=ONCE)
 def test_each_element_counts_once(assignment):
     for name, replicas, ranks, right, whole, mean, found in cases(assignment):

@@ -231,6 +231,7 @@ def failure_of(drawn, lesson, text):
     return str(failed.value)
 
 
+@pytest.mark.thorough
 def test_a_syntax_error_names_file_and_line(drawn):
     text = failure_of(drawn, RINGS, "import torch\n\ndef exchange(:\n")
     first, *_, last = text.splitlines()

@@ -126,6 +126,10 @@ def test_it_is_for_evaluation(stage):
         model(*toys.tokens(0, 0)).backward()
         zero.step()
     zero.zero_grad()
+    model(*toys.tokens(0, 0)).backward()
+    with pytest.raises(RuntimeError, match="enter in_place\\(\\) after it"), average.in_place():
+        pass
+    zero.zero_grad()
     before = toys.whole_parameters(zero)
     with pytest.raises(ZeroDivisionError), average.in_place():
         raise ZeroDivisionError

@@ -41,8 +41,7 @@ from zero_minimal.processes.ranks import RankError
 LESSONS = found()
 COLLECTIVES, GRADIENTS = LESSONS["00_collectives"], LESSONS["03_gradients"]
 FOLDERS = (*((lesson, submissions.mistakes(lesson)) for lesson in LESSONS.values()), (GRADIENTS, conduct))
-FEW = {"00_collectives": 1, "03_gradients": 1}  # in the plain run
-HANGING = ("00_collectives",)  # of this lesson also one that hangs: each takes some seconds
+FEW = {"00_collectives": 1}  # in the plain run
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs what Linux tells of processes and memory")
 
 
@@ -50,11 +49,10 @@ def always(of, folder):
     """Names of the folder's wrong submissions that run in the plain run too."""
     slow_first = sorted(reversed(folder.WRONG.items()), key=lambda entry: not entry[1].hangs)
     of_each_check = {wrong.check: name for name, wrong in slow_first}
-    hang = [name for name, wrong in folder.WRONG.items() if wrong.hangs and of.name in HANGING]
     of_every_third = [of_each_check[check] for check in sorted(of_each_check)][::3]
     if folder is conduct:
         return sorted(folder.SHORT)[:2]
-    return {*sorted(getattr(folder, "SHORT", of_every_third))[: FEW.get(of.name, 0)], *hang[:1]}
+    return sorted(getattr(folder, "SHORT", of_every_third))[: FEW.get(of.name, 0)]
 
 
 WRONG = [
@@ -62,9 +60,8 @@ WRONG = [
                  + [pytest.mark.thorough] * (name not in always(lesson, folder)))
     for lesson, folder in FOLDERS for name, wrong in folder.WRONG.items()
 ]
-RIGHT = [(lesson, name, text) for lesson in LESSONS.values() for name, text in submissions.right(lesson).items()]
-RIGHT = [pytest.param(lesson, text, id=f"{lesson.name}: {name}", marks=pytest.mark.thorough if number else ())
-         for number, (lesson, name, text) in enumerate(RIGHT)]  # the first alone in the plain run
+RIGHT = [pytest.param(lesson, text, id=f"{lesson.name}: {name}")
+         for lesson in LESSONS.values() for name, text in submissions.right(lesson).items()]
 
 
 # ------------------------------------------------------------------------------------------------- wrong and right ones
@@ -159,6 +156,7 @@ def test_step_2_of_lesson_10_does_not_run_step_3(messages):
     assert messages(lesson, submissions.spliced(lesson, fault), "test_each_pass_uses_the_slab_anew") == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lesson, right", RIGHT)
 def test_other_ways_are_right_too(messages, lesson, right):
     assert messages(lesson, right) == []

@@ -80,6 +80,7 @@ def train_twice(names):
     return found, lazy_gpu.seen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", sample(("some", "all"), ("some",)))
 @pytest.mark.parametrize("world_size", sample((1, 2), (2,)))
 def test_a_lazy_gpu_gives_the_bits_of_a_cpu(world_size, which):

@@ -38,7 +38,7 @@ SCENARIOS = {name: stand.Scenario(name, played(case), naive=name not in NOT_NAIV
 # one case with three ranks, the next with two, and so on: the fuzzer mixes kinds and worlds
 CASES_AND_WORLDS = [(name, 3 - place % 2) for place, name in enumerate(CASES)]
 CASES_AND_WORLDS += [("world larger than a bucket", 1), ("tied across units", 4)]
-IN_TURN = CASES_AND_WORLDS[::16]
+IN_TURN = CASES_AND_WORLDS[:1]
 
 
 @functools.cache

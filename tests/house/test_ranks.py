@@ -333,6 +333,7 @@ def test_ranks_end_with_the_process_that_asked_for_them(tmp_path):
     finish(process)
 
 
+@pytest.mark.thorough
 def test_start_alone(tmp_path):
     script = program(
         tmp_path,

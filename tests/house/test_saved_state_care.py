@@ -154,7 +154,8 @@ def alone(what, folder):
     toys.step_of(zero, 0)
 
 
-@pytest.mark.parametrize("what, words", (("async_save", "save"), ("load", "load"), ("any_in", "look for")))
+@pytest.mark.parametrize("what, words", (
+    ("async_save", "save after 0 steps"), ("load", "load"), ("any_in", "look for")))
 def test_a_rank_that_comes_alone_is_named(what, words, tmp_path):
     stands = f"rank 0 is in all_gather of a checkpoint to {words}, .*Save, load and look"
     with pytest.raises(ranks.RankError, match=stands):

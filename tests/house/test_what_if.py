@@ -244,6 +244,7 @@ def test_the_command_of_the_page_has_offload_too(tmp_path, capsys):
 # -------------------------------------------------------------------------------------------------------- in a notebook
 
 
+@pytest.mark.thorough
 def test_sliders_of_a_notebook_are_the_page_with_its_initial_values(monkeypatch):
     monkeypatch.delenv("ZERO_READING", raising=False)
     shown = []

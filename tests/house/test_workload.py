@@ -252,6 +252,7 @@ def test_a_short_run_measures_too(steps):
     assert report["memory"]["gradients"] == report["theory"]["gradients"] + report["padding"]["gradients"]
 
 
+@pytest.mark.thorough
 def test_a_stage_file_is_a_program(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to see the same lesson again and again " * 40)

@@ -221,6 +221,7 @@ def drop_the_stage(stage):
     return model, loss, values
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", sample(range(3), [2]))
 @in_ranks(2)
 def test_the_model_is_plain_when_its_stage_is_gone(stage):

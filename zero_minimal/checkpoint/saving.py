@@ -21,6 +21,7 @@ from zero_minimal.checkpoint.sharded_state import check_moment
 from zero_minimal.core import precision, random_state
 from zero_minimal.guards.collective_fingerprint import CHECKPOINT
 from zero_minimal.guards.same_on_all_ranks import numbers_of_all_ranks
+from zero_minimal.guards.training_moment import steps_taken
 from zero_minimal.processes import joining
 
 _groups = weakref.WeakKeyDictionary()  # group that trains → a group of the same ranks, which saves
@@ -79,7 +80,7 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
     check_moment(holding.stage)
     encoded = as_json.encoded(extra)
     finish_earlier()
-    _check_alike(encoded, holding.group)
+    _check_alike(encoded, holding)
     buckets = holding.stage.buckets
     if any(bucket.away is not None for bucket in buckets):
         meanwhile = False  # the bus must carry the state before training uses it again
@@ -132,10 +133,10 @@ def _check_numbers(step: int | None, keep: int) -> None:
         raise ValueError(f"keep is {keep!r}: give a whole number; at least one checkpoint is kept")
 
 
-def _check_alike(encoded_extra, group) -> None:
+def _check_alike(encoded_extra, holding: local_chunks.Holding) -> None:
     """Raises: ValueError, on all ranks, if `extra` is not the same on all of them."""
     own = zlib.crc32(json.dumps(encoded_extra, sort_keys=True).encode())
-    every = meet("save", group, own)
+    every = meet(f"save after {steps_taken(holding.stage)} steps", holding.group, own)
     odd = [str(rank) for rank, one in enumerate(every) if one != every[0]]
     if odd:
         raise ValueError(f"extra is not the same on rank 0 and on rank {', '.join(odd)}, and a "

@@ -14,6 +14,7 @@ from torch import nn
 
 from zero_minimal.core import collectives, optimizers, precision, seams
 from zero_minimal.core.reducer import Hooks
+from zero_minimal.guards.training_moment import date_gather
 from zero_minimal.guards.used_gradients import accumulated
 
 
@@ -104,6 +105,7 @@ def wait_before_edits(stage) -> None:
 
     @functools.wraps(gather)
     def gather_parameters():
+        date_gather(owner())
         for bucket in owner().buckets:
             wait_until_left(bucket)
         return gather(owner())

@@ -28,6 +28,9 @@ from contextlib import contextmanager
 
 import torch
 
+from zero_minimal.guards.training_moment import steps_taken
+from zero_minimal.guards.used_gradients import accumulated
+
 
 class Average:
     """The average of the weights that a stage trains: mean ← decay · mean + (1 − decay) · weights,
@@ -54,7 +57,9 @@ class Average:
     def in_place(self) -> Iterator[None]:
         """Context in which the averages take the place of the weights. All ranks must enter it.
         Raises: RuntimeError if step() was called inside, since the end of the context undoes it."""
-        state, steps = self.zero.state_dict(), self._steps()
+        if accumulated(self.zero.reducer):
+            raise RuntimeError("gradients wait for the next zero.step(): enter in_place() after it")
+        state, steps = self.zero.state_dict(), steps_taken(self.zero)
         params = tuple(param for bucket in self.zero.all_buckets for param in bucket.params)
         # at the end they are as before, so a graph from before stays valid
         kept = torch.autograd._unsafe_preserve_version_counter(params)
@@ -65,12 +70,9 @@ class Average:
         self.zero.load_state_dict(state | {"shards": averaged})
         try:
             yield
-            if self._steps() != steps:
+            if steps_taken(self.zero) != steps:
                 raise RuntimeError("the averages are for evaluation: call zero.step() outside "
                                    "in_place()")
         finally:
             with kept:
                 self.zero.load_state_dict(state | {"shards": weights})
-
-    def _steps(self) -> int:
-        return self.zero.reducer.steps + self.zero.reducer.spent

@@ -70,6 +70,11 @@ def check(model: nn.Module, group, units: list[Unit] | None, *_) -> None:
         if names and units is None:
             raise ValueError(f"{f'{path}.{names[0]}'.lstrip('.')!r} is on the meta device: only "
                              "stage 3 can bring a model into being, unit by unit")
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ValueError(f"{f'{path}.{name}'.lstrip('.')!r} is a tensor on the meta device "
+                                 "and no buffer, so nothing can give it values: "
+                                 f"self.register_buffer({name!r}, …)")
         if names and not draw[module]:
             raise ValueError(f"the model is on the meta device, and its {type(module).__name__} "
                              f"has no reset_parameters() to draw its values with; {ADVICE}")

@@ -3,6 +3,7 @@
 memory (stage 3 does so anyway).
 
 Seam: parameters_edited.
+Mistake: model.to(torch.bfloat16) after wrapping, whose values would be copied back into fp32.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from zero_minimal.core import seams
 from zero_minimal.core.layout import same_storage
+from zero_minimal.guards.ownership import name_of
 from zero_minimal.guards.trained_by import trained_by
 
 
@@ -17,6 +19,12 @@ from zero_minimal.guards.trained_by import trained_by
 @torch.no_grad()
 def take_over(model: nn.Module, group) -> None:
     stage = trained_by(next(model.parameters()))
+    for bucket in getattr(stage, "all_buckets", ()):
+        for param in bucket.params:
+            if param.dtype != bucket.dtype:
+                raise TypeError(f"{name_of(param)} is {param.dtype} at the end of "
+                                f"gather_parameters(), and the stage was made for {bucket.dtype}: "
+                                "convert the model before wrapping, or a copy.deepcopy() of it")
     if hasattr(stage, "units"):  # stage 3 has copied them
         return
     for bucket in getattr(stage, "buckets", ()):

@@ -141,10 +141,15 @@ class Fingerprint:
         if _but(SIZE, words) == _but(SIZE, self.words):
             return where + ("Give the tensor one shape and dtype on all ranks; what each rank has "
                             "by itself is no buffer: keep it in an attribute")
+        own, its = _steps(self.words), _steps(words)
+        if None not in (own, its) and own != its:
+            where += f"Calls of step() so far: {own} on rank {here}, {its} on {there}. "
         return (f"{where}All ranks must run the same number of forward and "
                 "backward passes, with no_sync() around the same ones, and the same modules in "
-                "the same order. At stage 3 none may keep a result of another forward with its "
-                "graph: evaluate under torch.no_grad(), and keep loss.detach()"
+                "the same order; call step(), zero_grad(), clip_grad_norm_() and "
+                "gather_parameters() on all of them or on none. At stage 3 none may keep a result "
+                "of another forward with its graph: evaluate under torch.no_grad(), and keep "
+                "loss.detach()"
                 + (". For two models that share a backward pass: make one stage around both, "
                    "nn.ModuleList([one, other])" if " of model " in self.words + words else ""))
 
@@ -191,6 +196,12 @@ def say_goodbye() -> None:
         _last_notes.extend(group.send([_as_tensor(FINISHED.encode())], other, TAG)
                            for other in other_ranks(group))
     _groups.clear()
+
+
+def _steps(words: str) -> int | None:
+    """How often step() has run, by the moment in a note."""
+    found = re.search(r"step (\d+)|after (\d+) steps", words)
+    return found and (int(found[1]) - 1 if found[1] else int(found[2]))
 
 
 def _but(pattern: str, words: str) -> str:

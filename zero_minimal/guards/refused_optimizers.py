@@ -72,6 +72,8 @@ def _tried(
     kind = dict(generator=generator, dtype=torch.float32)  # whatever the user's default is
     start = torch.randn(4, 8, **kind)
     gradients = [torch.randn(4, 8, **kind) * 10 ** (step % 3 - 1) for step in range(STEPS)]
+    for gradient in gradients[::2]:  # what is large for one half is not for the other
+        gradient[2:] *= 10
     whole = nn.Parameter(start.clone())
     halves = [nn.Parameter(half.clone()) for half in start.view(-1).split(16)]
     on_whole = optimizer_class([group | {"params": [whole]}], **options)

@@ -1,8 +1,9 @@
 """Training moment: what a bucket's fingerprint says about training, so that ranks that differ get
 an error: the backward and step, what the last step() did, the learning rate, and edits.
 
-Seams: wrapped, followed, bucket_complete, unit_turn, gradients_reduced, gradients_dropped.
-Mistakes: a scheduler, clip_grad_norm_() or a load_state_dict() on one rank alone.
+Seams: wrapped, followed, bucket_complete, unit_turn, gradients_reduced, gradients_dropped;
+gather_parameters() asks, too.
+Mistakes: a scheduler, clip_grad_norm_(), step() or a load_state_dict() on one rank alone.
 """
 
 import torch
@@ -36,6 +37,17 @@ def count_step(reducer) -> None:
     reducer.steps, reducer.passes = reducer.steps + reducer.spent, 0
 
 
+def steps_taken(stage) -> int:
+    """How often step() has run."""
+    return stage.reducer.steps + stage.reducer.spent
+
+
+def date_gather(stage) -> None:
+    """gather_parameters() begins: at stage 3 it sends buckets."""
+    for bucket in stage.all_buckets if hasattr(stage, "units") else ():
+        bucket.moment = f"gather_parameters() after {steps_taken(stage)} steps"
+
+
 @seams.at("bucket_complete")
 def date_bucket(reducer, bucket) -> None:
     rate = rate_of(reducer.stage, bucket)
@@ -47,7 +59,7 @@ def date_bucket(reducer, bucket) -> None:
 
 @seams.at("unit_turn")
 def date_units(stage, *units) -> None:
-    reducer, step = stage.reducer, stage.reducer.steps + 1
+    reducer, step = stage.reducer, steps_taken(stage) + 1
     moment = f"forward of step {step}" if torch.is_grad_enabled() else f"evaluation, step {step}"
     if reducer.running:
         moment = f"backward {reducer.passes + 1} of step {step}"

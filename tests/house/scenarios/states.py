@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import tempfile
 
 import torch
 from house.scenarios.pieces import MOMENTUM, Chain, Layer, go_on, squares, train, wrapped
@@ -10,6 +11,8 @@ from house.scenarios.stand import scenario
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from zero_minimal.checkpoint import saved_state
 
 GATHER = r"under `with zero\.gather_parameters\(\):`, on all ranks"
 
@@ -182,6 +185,42 @@ def moved_to_another_dtype(me):
             torch.set_default_dtype(torch.float32)
 
     training(me, what)
+
+
+CONVERTED = "the stage was made for torch.float64: convert the model before wrapping"
+for words, cast in {"to": lambda model, _: model.to(torch.bfloat16), "half": lambda model, _: model.half()}.items():
+    scenario(f"converted in gather_parameters() by {words}()", naive=False, refused=CONVERTED)(
+        lambda me, cast=cast: training(me, in_gathered(cast)))
+
+
+@scenario(naive=False)
+def converted_in_gather_parameters_and_back(me):
+    training(me, in_gathered(lambda model, step: model.float() and model.double()))
+
+
+def last_step_on_one_rank_alone(me, then):
+    model, zero = wrapped(me, Chain(), SGD, lr=0.1)
+    squares(model, me, 0).backward()
+    if me.rank == 0:
+        zero.step()
+    zero.zero_grad()
+    then(zero)
+
+
+def read_whole(zero):
+    with zero.gather_parameters():
+        pass
+
+
+def save_it(zero):
+    with tempfile.TemporaryDirectory() as folder:
+        saved_state.save(zero, folder)
+
+
+OFTEN = r"not in the same collective|rank 1 leaves gather_parameters\(\) with other values|after [01] steps"
+for words, then in {"a gather": read_whole, "a checkpoint": save_it}.items():
+    scenario(f"the last step on one rank alone, then {words}", naive=False, worlds=(2, 3), refused=OFTEN)(
+        lambda me, then=then: last_step_on_one_rank_alone(me, then))
 
 
 @scenario(or_refused=GATHER)
