@@ -30,6 +30,7 @@ def run_notebook(name, monkeypatch, ranks, *replacing):
     monkeypatch.setenv("ZERO_RANKS", str(ranks))
     monkeypatch.setenv("ZERO_READING", "1")
     names = {}
+    assert all(any(old in cell["source"] for cell in cells_of(name)) for old, _ in replacing)
     for cell in cells_of(name):
         source = functools.reduce(lambda text, pair: text.replace(*pair), replacing, cell["source"])
         first, _, rest = source.partition("\n")
