@@ -38,8 +38,8 @@ def count_step(reducer) -> None:
 
 
 def steps_taken(stage) -> int:
-    """How often step() has run."""
-    return stage.reducer.steps + stage.reducer.spent
+    """How often step() has run; 0 or 1 where the guards are off, and nothing counts."""
+    return getattr(stage.reducer, "steps", 0) + stage.reducer.spent
 
 
 def date_gather(stage) -> None:
