@@ -123,9 +123,9 @@ def assert_shards_hold(shards, gradients, what="the mean gradient", make=model):
     elements = differences.Elements(toys.build(make, 0), trained=True)
     lost = int((together == 0).sum() - (wanted == 0).sum())
     assert lost <= 2, (  # of so many sums one or two are 0 by chance
-        f"{lost} of {len(mean)} gradients are lost: the shards hold zeros in their place. Is each bucket put together "
-        "from all its parameters, also the ones that lie in two buckets, reduced when it is complete, and has each "
-        "reduction been waited for? "
+        f"{lost} of {len(mean)} gradients are lost: the shards hold zeros in their place, and must hold {what}. Is "
+        "each bucket put together from all its parameters, also the ones that lie in two buckets, reduced when it is "
+        "complete, and has each reduction been waited for? "
         + differences.in_shards(parts, mean, elements, bound)
     )
     pytest.fail(f"the shards of all ranks together are not {what}: "
