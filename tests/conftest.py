@@ -28,7 +28,14 @@ def pytest_addoption(parser):
     group = parser.getgroup("thorough", "what takes long (thorough.py)")
     group.addoption("--thorough", action="store_true", help="run all tests, also those that are marked thorough")
     group.addoption("--thorough-only", action="store_true", help="run those alone that are marked thorough")
-    group.addoption("--quarter", type=int, choices=range(4), help="with --thorough-only: this quarter of them")
+    group.addoption("--part", type=_part, metavar="K/N", help="with --thorough-only: part K of N, from 0/N to (N-1)/N")
+
+
+def _part(words):
+    number, of = map(int, words.split("/"))
+    if not 0 <= number < of:
+        raise ValueError
+    return number, of
 
 
 def pytest_configure(config):
@@ -52,23 +59,23 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         (marked if item.get_closest_marker("thorough") else others).append(item)
     items[:], left_out = (marked, others) if config.option.thorough_only else (others, marked)
-    if config.option.thorough_only and config.option.quarter is not None:
-        quarters = _quarters(items)
-        items[:] = quarters.pop(config.option.quarter)
-        left_out += sum(quarters, [])
+    if config.option.thorough_only and config.option.part:
+        number, of = config.option.part
+        parts = _parts(items, of)
+        items[:] = parts.pop(number)
+        left_out += sum(parts, [])
     config.hook.pytest_deselected(items=left_out)
 
 
-def _quarters(items):
-    """Four lists: of a file every fourth sixteen, as neighbours may share their ranks; of notebooks every fourth."""
-    quarters, parts = [[], [], [], []], 0
+def _parts(items, count):
+    """`count` lists: sixteen of a file at a time go to the next list, as neighbours may share their ranks; notebooks
+    stay whole."""
+    pieces = []
     for _, of_file in itertools.groupby(items, lambda item: item.path):
         of_file = list(of_file)
         size = len(of_file) if of_file[0].path.suffix == ".ipynb" else 16
-        for start in range(0, len(of_file), size):
-            quarters[parts % 4].extend(of_file[start : start + size])
-            parts += 1
-    return quarters
+        pieces += [of_file[start : start + size] for start in range(0, len(of_file), size)]
+    return [sum(pieces[number::count], []) for number in range(count)]
 
 
 def _leave_one_world(items):

@@ -174,9 +174,9 @@ def test_thorough_and_plain_runs_share_nothing_and_leave_nothing_out(tmp_path):
         def test(number):
             pass
         """)
-    quarters = [collected(many, "--thorough-only", f"--quarter={number}") for number in range(3)]
-    assert [len(quarter) for quarter in quarters] == [16, 16, 8]
-    assert sorted(sum(quarters, [])) == sorted(collected(many, "--thorough-only"))
+    parts = [collected(many, "--thorough-only", f"--part={number}/3") for number in range(3)]
+    assert [len(part) for part in parts] == [16, 16, 8]
+    assert sorted(sum(parts, [])) == sorted(collected(many, "--thorough-only"))
 
 
 def test_a_sample_names_cases_that_are_there():
