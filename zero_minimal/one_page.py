@@ -5,18 +5,21 @@
 N ranks train one model, each on its own batch. A model of Ψ parameters takes 4Ψ bytes of fp32
 parameters, 4Ψ of gradients and 8Ψ of Adam's state, and data parallelism keeps all of it N times.
 
-              parameters   gradients   optimizer   a rank sends in a step
-    Naive     4Ψ           4Ψ          8Ψ          2Ψ(N−1)/N numbers
+              bytes a rank holds                    numbers that a
+              parameters   gradients   optimizer   rank sends in a step
+    Naive     4Ψ           4Ψ          8Ψ          2Ψ(N−1)/N
     Stage1    4Ψ           4Ψ          8Ψ/N        2Ψ(N−1)/N
     Stage2    4Ψ           4Ψ/N        8Ψ/N        2Ψ(N−1)/N
     Stage3    4Ψ/N         4Ψ/N        8Ψ/N        3Ψ(N−1)/N
 
-A unit is a block of the model, or all that is in no block. Below, n is how many numbers it has,
-with padding to a multiple of N. The optimizer is element-wise, as Adam and SGD are.
+A block is an element of an nn.ModuleList, such as a transformer layer. A unit is a block, or the
+rest: all that is in no block. (The unit at work is whole. Stage3 sends the rest only twice.) n is
+how many numbers a unit has, with padding to a multiple of N. The optimizer must be element-wise, as
+Adam and SGD are: a shard may begin in the middle of a parameter.
 
 The stage files add what is left out here: buckets, overlap, prefetch, accumulation, clipping,
 parameter groups, groups of ranks, running statistics, sums of 16-bit gradients in fp32, shards of
-frozen parameters, the end of an evaluation, refusals, models that are too large for one rank.
+frozen parameters, freeing after an evaluation, most refusals, models too large for one rank.
 """
 
 from collections import Counter
@@ -26,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# their names since torch 2.13, or those before
+# PyTorch 2.13 has renamed these two
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -41,7 +44,7 @@ def all_reduce(vector: Tensor) -> None:
 
 
 def reduce_scatter(whole: Tensor) -> Tensor:
-    """[n] on every rank → on rank r the mean of their parts r, [n/N]."""
+    """[n] on every rank → rank r gets the mean over all ranks of part r, [n/N]."""
     shard = whole.new_empty(whole.numel() // dist.get_world_size())
     _reduce_scatter(shard, whole)
     return shard / dist.get_world_size()
@@ -56,16 +59,16 @@ def all_gather(whole: Tensor, shard: Tensor) -> None:
 
 
 class Unit:
-    """Parameters of a module side by side in one vector [n], of which rank r owns part r, [n/N]:
+    """Parameters of a block, or the rest, side by side in one vector [n]. Rank r owns part r [n/N]:
 
-    whole    | weight ················ | bias ···· | padding |
-    shards   |    rank 0    |    rank 1    |    rank 2       |
+    whole    | weight ······················ | bias ··· | padding |
+    shards   |     rank 0     |     rank 1     |     rank 2     |
     """
 
     def __init__(self, module: nn.Module, params: list[nn.Parameter], keeps_whole: bool):
         ranks, rank = dist.get_world_size(), dist.get_rank()
         assert len({param.dtype for param in params}) == 1, "parameters of a unit have one dtype"
-        self.module, self.params = module, params
+        self.module, self.params = module, params  # the rest has the whole model as its module
         self.shapes = [param.shape for param in params]  # those of a freed parameter are lost
         # rounded up to a multiple of N
         self.n = -(-sum(param.numel() for param in params) // ranks) * ranks
@@ -79,7 +82,7 @@ class Unit:
         # [n/N] for the optimizer: an fp32 copy of a 16-bit shard; else the shard itself, no copy
         self.master = nn.Parameter(self.shard.float() if self.whole.itemsize < 4 else self.shard)
         self.gradient: Tensor | None = None  # [n/N] the mean gradient of the shard
-        self.missing = set(params)  # those without a gradient so far
+        self.missing = set(params)  # those without a gradient so far (Stage2)
 
     def views(self, vector: Tensor):
         """(parameter, its part of the vector in its shape) for each."""
@@ -123,7 +126,7 @@ def units_of(model: nn.Module, keeps_whole: bool) -> list[Unit]:
 
 
 class Naive:
-    """Everything everywhere: reduce, update. (fp32 only: 16 bit would need fp32 copies.)"""
+    """Everything everywhere. In step(): all-reduce, update. (fp32 only: no fp32 copies.)"""
 
     def __init__(self, model: nn.Module, optimizer_class: type, **options):
         self.params = [param for param in model.parameters() if param.requires_grad]
@@ -141,14 +144,14 @@ class Naive:
 
 
 class Stage1:
-    """P_os, optimizer state partitioned. In step(): reduce, update its shard, gather."""
+    """P_os, optimizer state partitioned. In step(): reduce-scatter, update, all-gather."""
 
     keeps_whole = True
 
     def __init__(self, model: nn.Module, optimizer_class: type, **options):
         self.units = units_of(model, self.keeps_whole)
         frozen = [param for param in model.parameters() if not param.requires_grad]
-        for tensor in [*frozen, *model.buffers()]:  # what is in no unit
+        for tensor in [*frozen, *model.buffers()]:  # these are in no unit
             dist.broadcast(tensor.data, 0)
         # the optimizer sees one of N shards, so it keeps 1/N of the state
         self.optimizer = optimizer_class([unit.master for unit in self.units], **options)
@@ -171,22 +174,23 @@ class Stage1:
 
 
 class Stage2(Stage1):
-    """P_os+g, gradients partitioned too: a unit's are reduced in backward, as soon as its last one
-    has come, and freed. In step(): update, gather. One backward a step."""
+    """P_os+g, gradients partitioned too. When a unit has all its gradients, and the units before it
+    in `waiting` are reduced, backward reduces them and frees .grad. In step(): update, all-gather.
+    One backward a step."""
 
     def __init__(self, model: nn.Module, optimizer_class: type, **options):
         super().__init__(model, optimizer_class, **options)
-        # to be reduced: backward comes to the last block first, if blocks are called in order
+        # to be reduced, in this order: the last block first, as backward goes; the rest at the end
         self.waiting = self.units[::-1]
         for unit in self.units:
             for param in unit.params:
                 param.register_post_accumulate_grad_hook(partial(self.came, unit))
 
     def came(self, unit: Unit, param: nn.Parameter) -> None:
-        """A gradient has come. All ranks reduce in the same order: a complete unit waits for those
-        before it, since on another rank it may be incomplete."""
+        """A gradient has come. All ranks must reduce in the same order, so a complete unit waits
+        for those before it in `waiting`: another rank may have completed them first."""
         if unit not in self.waiting:
-            raise RuntimeError("call step() after each backward: stage2.py adds gradients up")
+            raise RuntimeError("call step() after each backward, or use stage2.py, which adds up")
         unit.missing.discard(param)
         while self.waiting and not self.waiting[0].missing:
             self.reduce(self.waiting.pop(0))
@@ -195,7 +199,7 @@ class Stage2(Stage1):
         unit.reduce()
 
     def finish(self) -> None:
-        """Reduce the units that still wait: a gradient is missing."""
+        """Reduce the units that still wait: they, or one before them, lack a gradient."""
         for unit in self.waiting:
             self.reduce(unit)
         self.waiting = self.units[::-1]
@@ -208,12 +212,12 @@ class Stage2(Stage1):
 
 
 class Stage3(Stage2):
-    """P_os+g+p, parameters partitioned too. A block is whole only while it works:
+    """P_os+g+p, parameters partitioned too. A block is whole at work, or waiting to be reduced:
 
     forward    gather, compute, free          backward    gather, compute, reduce, free
-    In step(): update. (What is in no block is gathered in forward and freed in backward.)
+    In step(): update. The rest is gathered in forward and stays until backward has reduced it.
     All ranks must call the same blocks in the same order, and get gradients for the same
-    parameters: else this file waits for ever, where stage3.py goes on or says why not.
+    parameters. If they do not, this file hangs; stage3.py works, or says why not.
     """
 
     keeps_whole = False
@@ -237,24 +241,24 @@ class Stage3(Stage2):
                 param.data = view
 
     def free(self, unit: Unit) -> None:
-        """Only this rank's shard stays. Autograd has saved the parameters, or views of
-        `whole`: gather() fills the same memory again under them."""
+        """Only this rank's shard stays. Autograd has saved the parameters, or views of `whole`:
+        gather() gives the same storage memory again, and its values, before backward reads them."""
         for param in unit.params:
             param.data = param.data.new_empty(0)
         unit.whole.untyped_storage().resize_(0)
 
     def after_forward(self, unit: Unit) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not while backward recomputes
+        if torch._C._current_graph_task_id() == -1:  # in a backward that recomputes, it stays
             self.free(unit)
 
     def reduce(self, unit: Unit) -> None:
         super().reduce(unit)
-        self.free(unit)  # backward is done with it
+        self.free(unit)  # all gradients have come: backward needs its parameters no more
 
     def step(self) -> None:
-        self.finish()  # reduces what backward left
+        self.finish()
         for unit in self.units:
-            self.free(unit)
+            self.free(unit)  # an evaluation may have gathered it since
         self.update()
 
 

@@ -139,14 +139,14 @@ def test_to_read_a_released_parameter_is_an_error(stage_class, world_size):
         for name, _, found in params:
             assert found != "gone", (
                 f"rank {rank}: {name} points to memory that has been freed. Who reads it ends the whole process (a "
-                "segmentation fault): let it point to a placeholder. released.release does so, and makes reading an "
+                "segmentation fault): let it point to a placeholder. release does so, and makes reading an "
                 "error"
             )
             assert found == "refused", (
                 f"rank {rank}: the sum of |{name}| is {found} before any unit's turn, when its values are on no rank "
                 "as "
                 "a whole. Such a number would go on into losses without a word: to read a released parameter must be "
-                "an error, which released.release sees to"
+                "an error, which release sees to"
             )
 
 

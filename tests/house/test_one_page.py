@@ -1,7 +1,7 @@
 """One page: four systems on plain PyTorch give the losses of PyTorch's own, and hold and send what the formulas say.
 
-With the names that the contracts of lessons 02 to 04 ask for (one_page_adapters.py) the graders give its stages 57, 38
-and 70 of 100 points. GRADED says what one page leaves out, and which checks fail for it."""
+With the names that the contracts of lessons 02 to 04 ask for (one_page_adapters.py) the graders give its stages 50, 38
+and 57 of 100 points. GRADED says what one page leaves out, and which checks fail for it."""
 
 import copy
 import functools
@@ -38,9 +38,9 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 2e-2}  #
 
 
 def test_it_is_one_page_and_the_readme_shows_its_last_stage():
-    lines = [line for line in Path(one_page.__file__).read_text().splitlines() if line.strip()]
+    lines = Path(one_page.__file__).read_text().splitlines()
     readme = (HOUSE / "README.md").read_text()
-    assert len(lines) <= 260 and f"{len(lines)} lines of plain PyTorch" in readme
+    assert sum(map(bool, lines)) <= 260 and f"{len(lines)} lines of PyTorch" in readme
     assert len(readme.splitlines()) <= 150 and f"```python\n{inspect.getsource(Stage3)}```" in readme
 
 
@@ -175,11 +175,11 @@ def test_its_table():
     rows = re.findall(r"(\w+): loss (\S+), holds (\S+) MB \(formula (\S+)\)", told.stdout)
     assert [name for name, *_ in rows] == ["Naive", "Stage1", "Stage2", "Stage3"], told.stderr
     assert len({loss for _, loss, *_ in rows}) == 1
-    assert all(abs(float(held) - float(by_formula)) < 0.03 for *_, held, by_formula in rows)
+    assert all(abs(float(held) - float(by_formula)) < 0.01 for *_, held, by_formula in rows)
 
 
 GRADED = {  # lesson: the points of its steps, and the checks that fail, by what one page leaves out
-    "02_optimizer_state": ([20, 8, 8, 12, 9], {
+    "02_optimizer_state": ([20, 8, 8, 5, 9], {
         "parameter groups": ("test_groups_stay_groups", "test_a_step_is_the_optimizers",
                              "test_trains_as_one_process_would", "test_trains_in_16_bits"),
         "groups of some ranks": ("test_backward_in_a_group", "test_a_step_in_a_group", "test_clips_in_a_group"),
@@ -188,6 +188,7 @@ GRADED = {  # lesson: the points of its steps, and the checks that fail, by what
         "running statistics": ("test_running_statistics_are_alike",),
         "refusals": ("test_a_backward_after_step_is_refused",),
         "sums of 16-bit gradients in fp32": ("test_gradients_of_16_bits_are_added_in_32",),
+        "units of two dtypes: they are refused": ("test_small_steps_in_bf16_add_up",),
     }),
     "03_gradients": ([10, 10, 6, 12], {
         "parameter groups": ("test_a_step_is_the_optimizers",),
@@ -202,7 +203,7 @@ GRADED = {  # lesson: the points of its steps, and the checks that fail, by what
         "refusals": ("test_a_backward_after_step_is_refused",),
         "sums of 16-bit gradients in fp32": ("test_gradients_of_16_bits_are_added_in_32",),
     }),
-    "04_parameters": ([15, 14, 15, 19, 7], {
+    "04_parameters": ([2, 14, 15, 19, 7], {
         "parameter groups": ("test_trains_as_one_process_would",),
         "units inside a unit: a block is one unit": ("test_units_inside_a_unit",),
         "groups of some ranks": ("test_a_forward_in_a_group", "test_backward_in_a_group", "test_a_step_in_a_group"),
@@ -211,7 +212,8 @@ GRADED = {  # lesson: the points of its steps, and the checks that fail, by what
                                                              "test_root_and_last_block_stay_for_backward"),
         "values that are changed in place": ("test_what_is_changed_in_place_stays",),
         "shards of frozen parameters; edits in gather_parameters()": (
-            "test_all_is_whole_inside_gather_parameters",),
+            "test_a_rank_keeps_its_shard_alone", "test_to_read_a_released_parameter_is_an_error",
+            "test_all_is_whole_inside_gather_parameters"),
         "an end of evaluations: what is in no block stays": ("test_an_evaluation_leaves_nothing_whole",),
         "running statistics; refusals": ("test_statistics_and_a_backward_too_many",),
         "sums of 16-bit gradients in fp32": ("test_gradients_of_16_bits_are_added_in_32",),

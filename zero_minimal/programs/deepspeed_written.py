@@ -171,7 +171,9 @@ def write(flags: argparse.Namespace, config: GPTConfig | None, told: dict) -> st
             told["sequence_parallel"] > 1,
     })
     besides = _said({
-        "fp16 needs a loss scale besides: torch.amp.GradScaler.": told["dtype"] == "fp16",
+        "fp16 needs a loss scale besides: torch.amp.GradScaler.": told["dtype"] == "fp16" and stage,
+        "In 16 bit stage 0 updates fp32 copies of the parameters, and DDP has none: losses differ.":
+            told["dtype"] != "fp32" and not stage,
         "Blocks recompute if you say so: model.gradient_checkpointing_enable().": "model" in told and told["recompute"],
     })
     lines = fsdp2(told, stage, accumulate, flags.offload).splitlines()

@@ -42,7 +42,7 @@ def train(system: type, text: torch.Tensor, rank: ranks.Rank) -> tuple[float, in
             loss = model(inputs[:, :-1], inputs[:, 1:])
             loss.backward()
             if step == STEPS - 1:
-                holds = held() - nothing
+                holds = held() - nothing - inputs.nbytes
             zero.step()
     return loss.item(), psi, holds, meter.sent_bytes
 

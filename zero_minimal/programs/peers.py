@@ -146,7 +146,7 @@ class FSDP2(Peer):
         self.optimizer = optimizer_class(model.parameters(), **optimizer_options)
 
     def no_sync(self):
-        """Does nothing: gradients cannot wait anywhere but in their shards, so each micro-batch reduces them."""
+        """Does nothing: each micro-batch reduces its gradients to shards, as at stages 2 and 3."""
         return nullcontext()
 
     def reduced_gradients(self) -> list[torch.Tensor]:
