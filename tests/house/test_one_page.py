@@ -202,6 +202,7 @@ GRADED = {  # lesson: the points of its steps, and the checks that fail, by what
         "running statistics": ("test_running_statistics_are_alike",),
         "refusals": ("test_a_backward_after_step_is_refused",),
         "sums of 16-bit gradients in fp32": ("test_gradients_of_16_bits_are_added_in_32",),
+        "units of two dtypes: they are refused": ("test_small_steps_in_bf16_add_up",),
     }),
     "04_parameters": ([2, 14, 15, 19, 7], {
         "parameter groups": ("test_trains_as_one_process_would",),
