@@ -108,6 +108,8 @@ def with_recipes(world_size, names):
 @pytest.mark.parametrize("name", sample(checks.RECIPES, AGREE))
 def test_stages_agree(name):
     names = companions(name, checks.RECIPES, AGREE)
+    start = names.index(name) // 5 * 5  # five share a run: all of them would take longer than a run may
+    names = names[start : start + 5]
     plain, exact = checks.plainly(3, names)[name]
     rounding = toys.distance(plain.parameters, exact.parameters)  # the bound of checks.assert_trains_as_one_process
     for results in with_recipes(3, names):
