@@ -156,6 +156,28 @@ def test_refuses_wrong_uses(stage):
     train_step(model, zero)
 
 
+@on_two_ranks
+def test_refuses_a_call_of_the_stage(stage):
+    with pytest.raises(TypeError, match=r"zero\.model\(x\)"):
+        wrapped(stage)[1](torch.zeros(1))
+
+
+def change_gradients(by_rank):
+    model, zero = wrapped(STAGES[0], lambda: Chain().double())
+    for _ in range(3):
+        loss_of(model).backward()
+        for param in model.parameters():
+            param.grad /= 2 + by_rank * dist.get_rank()
+        zero.step()
+        zero.zero_grad()
+
+
+def test_stage_0_compares_gradients_that_were_changed():
+    toys.run(change_gradients, 2, False)
+    with pytest.raises(RuntimeError, match=r"gradients were changed before the last step\(\) on some ranks only"):
+        toys.run(change_gradients, 2, True)
+
+
 class Again(Chain):
     """The same layer three times, each recomputed by a backward pass of its own."""
 

@@ -7,6 +7,7 @@ Seams: the base class of the stages, which gets both methods; wrapped, update_be
 import functools
 import itertools
 import weakref
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import nn
 
 from zero_minimal.core import collectives, optimizers, precision, seams
 from zero_minimal.core.reducer import Hooks
+from zero_minimal.extensions.saved_tensors import values_stay
 from zero_minimal.guards.training_moment import date_gather
 from zero_minimal.guards.used_gradients import accumulated
 
@@ -100,15 +102,18 @@ def wait_until_left(bucket) -> None:
 
 @seams.at("wrapped")
 def wait_before_edits(stage) -> None:
-    """Let gather_parameters(), inside which the user may edit, wait in the same way."""
+    """Let gather_parameters(), inside which the user may edit, wait in the same way. At stage 3 one
+    inside another does nothing, and a graph that is made inside keeps the values."""
     gather, owner = type(stage).gather_parameters, weakref.ref(stage)
 
     @functools.wraps(gather)
     def gather_parameters():
+        if getattr(owner(), "shown", False):
+            return nullcontext()
         date_gather(owner())
         for bucket in owner().buckets:
             wait_until_left(bucket)
-        return gather(owner())
+        return values_stay(gather(owner())) if hasattr(owner(), "units") else gather(owner())
 
     stage.gather_parameters = gather_parameters
 

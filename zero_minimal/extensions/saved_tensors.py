@@ -12,7 +12,8 @@ saves in its own forward under the user's hooks, with no module call in between.
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,6 +21,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero_minimal.guards.trained_by import LEFT_BEHIND
 
 CHECKPOINT = "torch.utils.checkpoint"
+
+
+@contextmanager
+def values_stay(gathered: AbstractContextManager) -> Iterator[None]:
+    """gather_parameters(), in which a penalty on the weights may be computed: autograd saves the
+    whole values, where it would save a parameter itself, which is freed before backward."""
+    saved = SavedTensors([], needed=None)
+    with gathered:
+        saved.begin(0)
+        try:
+            yield
+        finally:
+            saved.end()
 
 
 class SavedTensors:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 
 from zero_minimal.core import seams
+from zero_minimal.core.reducer import Hooks
 
 CHANGES_NOTHING = {  # a missing gradient counts as zero: momentum still moves the parameter
     "set_to_none": (True, False), "foreach": (None, True, False), "closure": (None,),
@@ -34,6 +35,14 @@ def answer(stage) -> None:
         method = getattr(type(stage), name, None)
         if method is not None and method.__module__.startswith("zero_minimal."):
             setattr(stage, name, answering(method, weakref.ref(stage)))
+
+
+def refuse_call(stage, *_, **__):
+    """Raises: TypeError, since a stage is no module, as DDP is."""
+    raise TypeError("call the model, zero.model(x): a stage only follows it")
+
+
+Hooks.__call__ = refuse_call
 
 
 def answering(method: Callable, owner: weakref.ref) -> Callable:

@@ -33,6 +33,7 @@ CHECKPOINT = "a checkpoint to "  # save, load, …: saving.meet
 LOADED = ", states loaded: "
 CHANGED = ", changed in forward"
 EDITED = ", edited by hand"
+REWRITTEN = ", gradients changed by hand"  # at stage 0, before the last step()
 VALUES = ", parameters "  # and their checksum: a note ends with it, and no message shows it
 SCALED = ", after a clipped or unscaled one"  # a step; clipping itself sends nothing at stage 0
 SCALE = SCALED + r"( \([^)]*\))?"  # with its number
@@ -145,10 +146,10 @@ class Fingerprint:
         if None not in (own, its) and own != its:
             where += f"Calls of step() so far: {own} on rank {here}, {its} on {there}. "
         return (f"{where}All ranks must run the same number of forward and "
-                "backward passes, with no_sync() around the same ones, and the same modules in "
-                "the same order; call step(), zero_grad(), clip_grad_norm_() and "
-                "gather_parameters() on all of them or on none. At stage 3 none may keep a result "
-                "of another forward with its graph: evaluate under torch.no_grad(), and keep "
+                "backward passes (torch.autograd.grad is one, too), with no_sync() around the same "
+                "ones, and the same modules in the same order; call step(), zero_grad(), "
+                "clip_grad_norm_() and gather_parameters() on all of them or on none. At stage 3 "
+                "none may keep a result of another forward with its graph: evaluate under torch.no_grad(), and keep "
                 "loss.detach()"
                 + (". For two models that share a backward pass: make one stage around both, "
                    "nn.ModuleList([one, other])" if " of model " in self.words + words else ""))
@@ -166,6 +167,11 @@ class Fingerprint:
             return (f"{edited}, or the ranks of group= hold other models: {here} and {there} "
                     f"differ in {self.words}. Edit under `with zero.gather_parameters():`, on all "
                     "ranks")
+        if REWRITTEN in words + self.words:
+            return ("gradients were changed before the last step() on some ranks only, or not "
+                    f"alike, so parameters differ now: {both}. Put what only this rank knows, such "
+                    "as a count of its tokens, into the loss; or change gradients by numbers that "
+                    "all ranks have, collectives.all_reduce(count)")
         if EDITED in words + self.words:
             return (f"{edited}: {both}. Edit under `with zero.gather_parameters():`, on all ranks, "
                     "which compares them at its end")

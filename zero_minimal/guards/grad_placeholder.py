@@ -28,9 +28,10 @@ class GradPlaceholder(torch.Tensor):
 
     why = ("a rank holds no whole gradient after backward, only its shards of the average, so "
            ".grad cannot be read or changed. Clip with zero.clip_grad_norm_(max_norm), which "
-           "returns the norm; drop a batch with zero.zero_grad(); read, or change in place, what "
-           "zero.reduced_gradients() returns (not with offload); or change a parameter's gradient "
-           "on its way: param.register_hook(lambda gradient: …)")
+           "returns the norm; drop a batch with zero.zero_grad(); read, or change in place and by "
+           "numbers that all ranks have, what zero.reduced_gradients() returns (not with "
+           "offload); or change a parameter's gradient on its way: "
+           "param.register_hook(lambda gradient: …)")
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

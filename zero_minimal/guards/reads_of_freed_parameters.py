@@ -53,10 +53,11 @@ class FreedParameter(nn.Parameter):
             raise RuntimeError(f"{words} is released: {LEFT_BEHIND}")
         raise RuntimeError(
             f"{words} is released: at stage 3 a rank holds it only while its unit works. Read or "
-            "change it under `with zero.gather_parameters():`, on all ranks. For a gradient, use "
-            "it in the forward of the module that holds it. If a module uses a parameter of "
-            "another one, name a module around both in units=. What differentiates by parameters "
-            "itself (torch.func, torch.autograd.grad) trains at stages 0 to 2"
+            "change it under `with zero.gather_parameters():`, on all ranks (but its dtype and "
+            "device before wrapping). For a gradient, use it in the forward of the module that "
+            "holds it. If a module uses a parameter of another one, name a module around both in "
+            "units=. What differentiates by parameters itself (torch.func, torch.autograd.grad) "
+            "trains at stages 0 to 2"
         )
 
     @property

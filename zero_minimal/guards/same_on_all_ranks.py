@@ -68,8 +68,8 @@ def check_alike(model: nn.Module, group=None) -> None:
             more = f" and {len(odd) - 1} more" if odd[1:] else ""
             raise RuntimeError(
                 f"rank {rank} leaves gather_parameters() with other values of {odd[0]!r}{more} "
-                "than rank 0: load or edit alike on every rank. If rank 0 alone has the values, "
-                "let it send them at the end of the block, on all ranks: "
+                "than rank 0: load or edit alike on every rank (gradients, too). If rank 0 alone "
+                "has the values, let it send them at the end of the block, on all ranks: "
                 "`for param in model.parameters(): collectives.broadcast(param.data)`"
             )
 

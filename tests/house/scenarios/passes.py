@@ -452,6 +452,21 @@ def gradients_of_the_inputs_by_backward(me):
     train(me, backward=one)
 
 
+class Guessing(Chain):
+    """It first guesses by itself, without a graph, as in diffusion with self-conditioning."""
+
+    def forward(self, x, guess=None):
+        if guess is None:
+            with torch.no_grad():
+                guess = self(x, torch.zeros_like(x))
+        return super().forward(x + guess.mean())
+
+
+@scenario()
+def a_forward_that_calls_the_model_itself(me):
+    train(me, Guessing())
+
+
 @scenario(refused={"stage3": "create_graph=True"})
 def a_gradient_penalty(me):
     def one(zero, step):

@@ -39,6 +39,18 @@ def weights_read_in_gather_parameters(me):
     training(me, in_gathered(lambda model, step: me.note(*model.parameters())))
 
 
+@scenario(naive=False)
+def a_penalty_in_gather_parameters(me):
+    def backward(zero, step):
+        loss = squares(zero.model, me, step)
+        with zero.gather_parameters(), zero.gather_parameters():
+            loss = loss + 0.1 * sum(param.square().sum() + param.sin().mean() for param in zero.model.parameters())
+        loss.backward()
+        me.note(loss)
+
+    train(me, backward=backward)
+
+
 @scenario(refused={"stage3": GATHER})
 def weights_read_outside(me):
     training(me, lambda zero, step: me.note(sum(param.norm() for param in zero.model.parameters())))
