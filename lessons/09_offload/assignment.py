@@ -57,6 +57,7 @@ class ReadAhead(Lanes):
         # to it.
         # - self._begin_to_read(stretch): a Future, whose result() waits and is the buffer. It calls
         #   _read in a thread.
+        # - Lanes, in read_ahead.py: read that class alone, since the solution stands below it
         raise NotImplementedError("step 5: through")
 
     def _read(self, stretch: Stretch, buffer: Buffer) -> Buffer:
@@ -116,10 +117,12 @@ class HostState(Kept):
         # the master's dtype, and was sent: one parcel a shard, in that order, in shard.dtype, its
         # words ("parameters",). shard.gradient is as it was.
         # - parcel: words alone, and no buffer to be emptied
-        # - self.optimizer.param_groups: a list of dicts; `options` has a dict for each
+        # - self.optimizer.param_groups: a list of dicts, by shard.group_index; `options` has a dict
+        #   for each
+        # - scale: None, a number or a tensor. None alone says that there is none: 0 counts.
         # - self.in_turn(): all shards. Use a shard before you ask for the next.
         # - optimizers.update(optimizer, group, master, gradient): one optimizer step on this master
-        #   alone
+        #   alone; `group` is a dict
         # - self.bus.send(words, tensor): to the rank. It has copied the tensor when it returns.
         raise NotImplementedError("step 1: update")
 

@@ -149,8 +149,8 @@ class Fingerprint:
                 "backward passes (torch.autograd.grad is one, too), with no_sync() around the same "
                 "ones, and the same modules in the same order; call step(), zero_grad(), "
                 "clip_grad_norm_() and gather_parameters() on all of them or on none. At stage 3 "
-                "none may keep a result of another forward with its graph: evaluate under torch.no_grad(), and keep "
-                "loss.detach()"
+                "none may keep a result of another forward with its graph: evaluate under "
+                "torch.no_grad(), and keep loss.detach()"
                 + (". For two models that share a backward pass: make one stage around both, "
                    "nn.ModuleList([one, other])" if " of model " in self.words + words else ""))
 
