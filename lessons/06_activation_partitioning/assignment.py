@@ -44,7 +44,8 @@ def random_state_of(states: list[torch.Tensor]) -> Iterator[None]:
     """Context in which random numbers come as they did from these states on. Afterwards the old
     state is restored."""
     # step 3: inside, random numbers come as from `states` on; afterwards as if nothing had been
-    # drawn inside, also if an error ended it. _Checkpoint.backward runs the function inside of it.
+    # drawn inside, also if an error ended it. _Checkpoint.backward runs the function inside of it:
+    # add it there.
     # - random_state(), set_random_state(states): the state of the generators; from here on as from
     #   these states on
     raise NotImplementedError("step 3: random_state_of")
@@ -54,7 +55,7 @@ def random_state_of(states: list[torch.Tensor]) -> Iterator[None]:
 def autocast_as(states: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
     """Context with such a setting."""
     # step 3: inside, torch.autocast is set as `states` say, for each device type, on or off.
-    # _Checkpoint.backward runs the function inside of it.
+    # _Checkpoint.backward runs the function inside of it: add it there.
     # - torch.autocast(kind, enabled=…, dtype=…): torch's context
     # - ExitStack(): a context in which others are entered one by one: stack.enter_context(…)
     raise NotImplementedError("step 3: autocast_as")
@@ -178,9 +179,9 @@ class _Checkpoint(torch.autograd.Function):
         """What run(tensors) returns. `keeper` says what is kept of a tensor; `anchor` is empty."""
         # step 1: returns run(tensors), and keeps no graph of it. Of each tensor what keeper.keep
         # gives is kept until backward has used it, and what keeper.describe gives; so is the state
-        # of random numbers and of autocast, as it was before the run; nothing else is. (Step 3
-        # grades this state.) An output that gets no gradient will get None in backward, and no
-        # zeros.
+        # of random numbers and of autocast, as it was before the run. (Step 3 grades this state,
+        # steps 2 and 4 how a tensor is kept.) But for `run` and `keeper` nothing else is. An output
+        # that gets no gradient will get None in backward, and no zeros.
         # - run(tensors): calls the function; a tuple of what is in its result
         # - keeper.keep(tensor): what stays of it until backward, without its past
         # - keeper.describe(tensor): what it was like: shape, device, requires_grad, is_cut
@@ -201,7 +202,8 @@ class _Checkpoint(torch.autograd.Function):
         # - ctx.saved_tensors: what forward saved
         # - keeper.bring_back(kept, description): the whole tensor again, which may be the saved one
         #   itself; it requires no gradient
-        # - torch.enable_grad(): a context in which a graph is recorded
+        # - torch.enable_grad(): a context in which a graph is recorded. An output may be an
+        #   integer, or require no gradient; perhaps none does.
         # - torch.autograd.backward(tensors, gradients): goes back from several tensors at once, and
         #   adds to .grad
         raise NotImplementedError("step 2: backward")
