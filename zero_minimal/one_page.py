@@ -212,11 +212,11 @@ class Stage2(Stage1):
 
 
 class Stage3(Stage2):
-    """P_os+g+p, parameters partitioned too. A block is whole at work, or waiting to be reduced:
+    """P_os+g+p, parameters partitioned too. A block is whole while it works, or waits:
 
     forward    gather, compute, free          backward    gather, compute, reduce, free
-    In step(): update. The rest is gathered in forward and stays until backward has reduced it.
-    All ranks must call the same blocks in the same order, and get gradients for the same
+    In step(): update. The rest is gathered in forward, and stays until it is reduced.
+    All ranks must call the same blocks in the same order, with gradients for the same
     parameters. If they do not, this file hangs; stage3.py works, or says why not.
     """
 
@@ -241,19 +241,19 @@ class Stage3(Stage2):
                 param.data = view
 
     def free(self, unit: Unit) -> None:
-        """Only this rank's shard stays. Autograd has saved the parameters, or views of `whole`:
-        gather() gives the same storage memory again, and its values, before backward reads them."""
+        """Only this rank's shard stays. Autograd has saved the parameters, or views of
+        `whole`: gather() gives the same storage memory, and its values, again."""
         for param in unit.params:
             param.data = param.data.new_empty(0)
         unit.whole.untyped_storage().resize_(0)
 
     def after_forward(self, unit: Unit) -> None:
-        if torch._C._current_graph_task_id() == -1:  # in a backward that recomputes, it stays
+        if torch._C._current_graph_task_id() == -1:  # else backward recomputes
             self.free(unit)
 
     def reduce(self, unit: Unit) -> None:
         super().reduce(unit)
-        self.free(unit)  # all gradients have come: backward needs its parameters no more
+        self.free(unit)  # it has all gradients: backward needs it no more
 
     def step(self) -> None:
         self.finish()

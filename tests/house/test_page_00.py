@@ -80,8 +80,8 @@ def test_the_figures_of_latency_are_those_of_the_run():
         f"The all-reduce of {size_text(BYTES)} took {time_text(one)} in one piece, and {time_text(many)} in 64 "
         f"pieces: {many / one:.0f} times as long",
         f"Up to {size_text(flat)} the size hardly matters",
-        f"α is {time_text(COST.alpha)}, and 1/β is {size_text(1 / COST.beta, 2)} a second. At n½ = α/β = "
-        f"{size_text(COST.half, 2)} both cost the same",
+        f"α is {time_text(COST.alpha)}, and 1/β is {size_text(1 / COST.beta, 2)} a second. At "
+        f"{size_text(COST.half, 2)}, n½ = α/β, the start takes as long as the bytes",
     ):
         assert words in PAGE
 
@@ -113,7 +113,7 @@ def test_the_pieces_and_the_tree_are_those_of_the_run():
 
 def test_the_rule_to_leave_with_is_that_of_the_run():
     one, many = (RUN["all_reduce"]["pieces"][count] for count in ("1", "64"))
-    assert (f"64 pieces of {size_text(BYTES / 64)} it takes {many / one:.0f} times as long as in one of "
+    assert (f"64 small ones of {size_text(BYTES / 64)} took {many / one:.0f} times as long as one of "
             f"{size_text(BYTES)}.") in PAGE
 
 

@@ -43,7 +43,7 @@ def test_the_table_has_each_way_and_all_that_is_there():
 def test_the_model_of_the_page():
     sizes = program.SIZES
     whole = LADDER["data parallel"]["states"]["parameters"]
-    assert f"has {sizes.layers} blocks and a width of {sizes.hidden}, in fp32: {whole / MB:.1f} MB" in PROSE
+    assert f"{sizes.layers} blocks of width {sizes.hidden}, fp32, {whole / MB:.1f} MB" in PROSE
     assert f"read {program.SEQUENCES} sequences of {sizes.sequence} tokens" in PROSE
     assert f"b·s·h are {INPUT // 4:,} numbers, {INPUT / MB:.2f} MB" in PROSE
     assert f"Buckets have {MEASURED['bucket'] / 2**20:g} MiB" in PROSE
@@ -68,8 +68,8 @@ def test_what_the_first_command_shows():
 
 def test_the_rule_is_of_the_run():
     peaks = LADDER["model parallel"]["peak"], WORTH["none"]["peak"], LADDER["C4"]["peak"]
-    told = "on 2 × 2, P_os+g lowers the peak from {:.1f} MB to {:.1f}, and the rest of C4 makes it {:.1f}".format(
-        *(peak / MB for peak in peaks))
+    none, some, all_of_c4 = (f"{peak / MB:.1f}" for peak in peaks)
+    told = f"P_os+g lowers the peak from {none} to {some} MB, and the rest of C4 raises it again, to {all_of_c4}"
     assert told in PROSE
     assert f"On the left below, zero is {peaks[1] / MB:.1f} MB" in PROSE
 

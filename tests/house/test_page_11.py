@@ -53,7 +53,7 @@ def test_what_the_first_commands_show():
 
 def test_the_rule_is_of_the_picture():
     _, shown, alone = MEASURED["meter"]
-    assert f"a meter without a reset showed {shown:.2f} MB where stage 3 took {alone:.2f}.**" in PROSE
+    assert f"a meter that was not reset showed {shown:.2f} MB, though stage 3 took {alone:.2f}.**" in PROSE
 
 
 def test_the_setting_of_the_page_is_that_of_its_run():
@@ -61,7 +61,7 @@ def test_the_setting_of_the_page_is_that_of_its_run():
     assert setting == reading.PAGE and MEASURED["ranks"] == 2
     model = f"a GPT of {setting.layers} blocks and a width of {setting.hidden}"
     assert f"on {MEASURED['ranks']} ranks, with {model}" in PROSE
-    assert f"N = {setting.devices} devices where one of many" in PROSE
+    assert f"have N = {setting.devices} devices." in PROSE
 
 
 def test_the_predictions():

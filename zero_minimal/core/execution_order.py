@@ -132,8 +132,7 @@ class ExecutionOrder:
             for leaf in filter(torch.is_tensor, tree_leaves(output)):
                 self.watch(leaf.grad_fn, self.innermost)
         tell("unit_returned", self, unit, module, output)
-        outermost = module is self.root.module and not self.under_way
-        if outermost and not torch.is_grad_enabled():
+        if module is self.root.module and not (self.under_way or torch.is_grad_enabled()):
             self.stage.evaluation_done()
 
     def note_call(self, unit: Unit, began: int) -> None:
