@@ -26,7 +26,7 @@ VERDICTS = ("true", "true if", "false", "not shown")
 QUICK = (2, 18, 24)  # of the reference these run in the plain pytest, of three groups
 PAYLOAD = (12, 13, 16, 18)  # on 2 ranks a ring sends what these ask for as payload: so they run on 3
 PAIR = (1, 5, 6, 7, 8, 15, 17, *range(20, 29))  # many runs, or ranks that have nothing to do: 2 are enough
-SECONDS = 90.0  # for the reference's ranks, on a busy machine
+SECONDS = 90.0  # for a card's ranks, on a busy machine
 STUCK = ("all ranks run a card, alike: does each call the same methods of lab in the same order, whatever its rank is, "
          "and whatever it has measured? Or is it slow: has it more runs, or larger ones, than the card asks for (such "
          "as a simulation without layers=12)? Or is the machine busy?")
@@ -99,7 +99,7 @@ def learned(assignment, card):
         world_size, setting = world_of(name, card)
         begin_right(name, card)
         try:
-            _learned[key] = toys.run(on_a_rank, world_size, assignment, card, setting)
+            _learned[key] = toys.run(on_a_rank, world_size, assignment, card, setting, timeout=SECONDS)
         except Exception as error:
             _learned[key] = error
     if isinstance(_learned[key], Exception):
