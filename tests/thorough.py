@@ -30,3 +30,9 @@ def sample(cases, always):
 def companions(case, cases, always):
     """The cases that run whenever this one does: for cases that share one run, since ranks take time to start."""
     return tuple(other for other in cases if (other in always) == (case in always))
+
+
+def sharing(case, cases, count):
+    """Of cases in this order, `count` of which share a run, those that run with this one."""
+    start = cases.index(case) // count * count
+    return tuple(cases[start : start + count])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import toys
 from misuse import in_ranks
-from thorough import companions, sample
+from thorough import companions, sample, sharing
 from torch import optim
 from torch.nn.parallel import DistributedDataParallel
 from toys import STAGES, WORLDS, Recipe
@@ -108,8 +108,7 @@ def with_recipes(world_size, names):
 @pytest.mark.parametrize("name", sample(checks.RECIPES, AGREE))
 def test_stages_agree(name):
     names = companions(name, checks.RECIPES, AGREE)
-    start = names.index(name) // 5 * 5  # five share a run: all of them would take longer than a run may
-    names = names[start : start + 5]
+    names = sharing(name, names, 5)  # all of them would take longer than a run may
     plain, exact = checks.plainly(3, names)[name]
     rounding = toys.distance(plain.parameters, exact.parameters)  # the bound of checks.assert_trains_as_one_process
     for results in with_recipes(3, names):

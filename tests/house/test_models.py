@@ -11,7 +11,7 @@ from house import odd_models
 from house.odd_models import CASES, Chain, vectors
 from house.scenarios import stand
 from misuse import on_two_ranks
-from thorough import companions, sample
+from thorough import companions, sample, sharing
 
 from zero_minimal.core import collectives
 
@@ -52,8 +52,7 @@ def outcomes(names, world_size):
 @pytest.mark.parametrize("name, world_size", sample(CASES_AND_WORLDS, IN_TURN))
 def test_trains_as_one_process_would(name, world_size):
     names = [case for case, size in companions((name, world_size), CASES_AND_WORLDS, IN_TURN) if size == world_size]
-    place = names.index(name) // 8 * 8
-    staged, plain = outcomes(tuple(names[place : place + 8]), world_size)
+    staged, plain = outcomes(sharing(name, names, 8), world_size)
     stand.check(SCENARIOS[name], staged, plain[name])
 
 

@@ -3,10 +3,11 @@
 A layer that sets its parameters from the first batch (ActNorm), or F.embedding(max_norm=1), changes
 them by the rank's own data. Gathered parameters would then mix different values, and at stage 0
 each rank would train a model of its own. So a sum of the changed parameters travels in the bucket's
-fingerprint: ranks that differ get an error before step().
+fingerprint: ranks that differ get an error before step(). Where .grad was changed before step(), at
+stage 0, a sum of the gradients travels with the next backward.
 
-Seams: wrapped, followed, backward_begins, gradients_asked, gradients_dropped, update_ends,
-parameters_edited.
+Seams: wrapped, followed, backward_begins, gradients_reduced, gradients_asked, gradients_dropped,
+update_begins, update_ends, parameters_edited.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ import torch
 from zero_minimal.core import seams
 from zero_minimal.core.layout import Bucket
 from zero_minimal.core.weak_hooks import WeakHook
-from zero_minimal.guards.collective_fingerprint import CHANGED, EDITED, VALUES
+from zero_minimal.guards.collective_fingerprint import CHANGED, EDITED, REWRITTEN, VALUES
 
 
 class Frozen:
@@ -79,9 +80,12 @@ def _edits(param: torch.nn.Parameter) -> int:
 def _sum(bucket: Bucket | Frozen) -> float | None:
     if any(param.is_meta for param in bucket.params):
         return None
-    precise = {True: torch.complex128, False: torch.float64}
-    return sum(param.detach().sum(dtype=precise[param.is_complex()]).item()
-               for param in bucket.params)
+    return sum(map(_total, bucket.params))
+
+
+def _total(tensor: torch.Tensor) -> float | complex:
+    precise = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.detach().sum(dtype=precise).item()
 
 
 @seams.at("followed")
@@ -109,12 +113,12 @@ def look_for_edits(reducer) -> None:
 
 
 def changes_of(reducer, bucket: Bucket) -> str:
-    """In words, what forward or a user's edit has changed."""
+    """In words, what forward or a user's edit has changed, also of the last step's gradients."""
     changed = bucket.changed or "".join(frozen.changed for frozen in reducer.frozen)
     edited = bucket.edited or "".join(frozen.edited for frozen in reducer.frozen)
     for each in (bucket, *reducer.frozen):
         each.edited = ""
-    return changed + edited
+    return changed + edited + getattr(bucket, "rewritten", "")
 
 
 def values_of(reducer) -> str:
@@ -136,6 +140,22 @@ def values_of(reducer) -> str:
             samples = bits[:: 1 + len(bits) // 8192]  # takes 0.2% of a step of 11M parameters
             total += samples.sum().item() + bits[begins].sum().item()
     return f"{VALUES}{total % 2**64}"
+
+
+@seams.at("gradients_reduced")
+def count_rewrites(reducer) -> None:
+    for bucket in reducer.stage.buckets:
+        gradients = getattr(bucket, "gradients", None)
+        if gradients is not None and gradients is bucket.gradient_shard:  # stage 0
+            bucket.reduced_version = gradients._version
+
+
+@seams.at("update_begins")
+def look_for_rewrites(bucket: Bucket) -> None:
+    before = getattr(bucket, "reduced_version", None)
+    changed = before is not None and bucket.gradients._version != before
+    compared = changed and bucket.gradients.is_cpu  # for a GPU the CPU would wait
+    bucket.rewritten = f"{REWRITTEN} (sum {_total(bucket.gradients):.9g})" if compared else ""
 
 
 @seams.at("gradients_dropped")

@@ -53,8 +53,7 @@ def date_bucket(reducer, bucket) -> None:
     rate = rate_of(reducer.stage, bucket)
     loaded = f"{LOADED}{reducer.loads}" if reducer.loads else ""
     bucket.moment = (f"backward {reducer.passes + 1} of step {reducer.steps + 1}"
-                     f"{reducer.scaled}{rate}{loaded}{changes_of(reducer, bucket)}"
-                     f"{getattr(bucket, 'rewritten', '')}")
+                     f"{reducer.scaled}{rate}{loaded}{changes_of(reducer, bucket)}")
     bucket.values = reducer.values
 
 

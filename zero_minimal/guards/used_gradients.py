@@ -1,10 +1,8 @@
 """After step() or clipping, no backward pass may add to the gradients before zero_grad(). No pass
-may begin inside another one, and no gradient may come twice. At stage 0 all ranks have the same
-gradients, and may change .grad if they do so alike: a sum of what was changed travels with the next
-backward.
+may begin inside another one, and no gradient may come twice.
 
-Seams: followed, gradient_arrives, gradients_reduced, update_begins, gradients_dropped.
-grad_placeholder.py calls the rest when a pass begins.
+Seams: followed, gradient_arrives, gradients_dropped. grad_placeholder.py calls the rest when a pass
+begins.
 """
 
 import torch
@@ -12,7 +10,6 @@ from torch import nn
 
 from zero_minimal.core import seams
 from zero_minimal.core.weak_hooks import WeakHook
-from zero_minimal.guards.collective_fingerprint import REWRITTEN
 from zero_minimal.guards.outputs import tensors_in
 
 
@@ -22,23 +19,6 @@ def follow(reducer) -> None:
     reducer.skipped = False  # the loss scaler has skipped the step of these gradients
     reducer.task = None  # autograd's number for the pass under way
     reducer.stage.model.register_forward_hook(WeakHook(watch_output, reducer))
-
-
-@seams.at("gradients_reduced")
-def count_changes(reducer) -> None:
-    for bucket in reducer.stage.buckets:
-        gradients = getattr(bucket, "gradients", None)
-        if gradients is not None and gradients is bucket.gradient_shard:  # stage 0
-            bucket.reduced_version = gradients._version
-
-
-@seams.at("update_begins")
-def look_for_changes(bucket) -> None:
-    gradients = getattr(bucket, "gradients", None)
-    reduced = getattr(bucket, "reduced_version", None)
-    changed = reduced is not None and gradients.is_cpu and gradients._version != reduced
-    total = gradients.sum(dtype=torch.float64).item() if changed else 0
-    bucket.rewritten = f"{REWRITTEN} (sum {total:.9g})" if changed else ""
 
 
 @seams.at("gradients_dropped")

@@ -7,7 +7,7 @@ import pytest
 import toys
 from house.scenarios import models, passes, stand, states, training  # noqa: F401  (they fill the table)
 from house.scenarios.stand import TABLE, check
-from thorough import companions, sample
+from thorough import companions, sample, sharing
 
 
 def world(worlds, turn):
@@ -50,6 +50,5 @@ def test_every_world_has_its_share():
 @pytest.mark.parametrize("name, world_size", list(marked()))
 def test_scenario(name, world_size):
     names = [other for other, size in companions((name, world_size), CASES, ALWAYS) if size == world_size]
-    place = names.index(name) // TOGETHER * TOGETHER
-    staged, plain = outcomes(tuple(names[place : place + TOGETHER]), world_size)
+    staged, plain = outcomes(sharing(name, names, TOGETHER), world_size)
     check(TABLE[name], staged, plain[name])

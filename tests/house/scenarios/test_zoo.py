@@ -9,7 +9,7 @@ import toys
 from house.scenarios import stand
 from house.scenarios.stand import check
 from house.scenarios.zoo import ZOO, build
-from thorough import companions, sample
+from thorough import companions, sample, sharing
 
 pytestmark = pytest.mark.thorough
 
@@ -28,8 +28,7 @@ def outcomes(names, world_size):
 def test_model(name, world_size):
     pytest.importorskip("transformers")
     names = [other for other, size in companions((name, world_size), CASES, ALWAYS) if size == world_size]
-    place = names.index(name) // 4 * 4
-    staged, plain = outcomes(tuple(names[place : place + 4]), world_size)
+    staged, plain = outcomes(sharing(name, names, 4), world_size)
     check(ZOO[name], staged, plain[name])
 
 
