@@ -119,7 +119,7 @@ class Naive:
 class Reducer:
     """Counts the gradients of each of stage.buckets as they come, and calls the stage's Hooks.
 
-    by_turns: the last gradient does not hand over a bucket: at stage 3 execution_order.py does.
+    by_turns: execution_order.py hands over the buckets, and not the last gradient (stage 3).
     """
 
     def __init__(self, stage: Hooks, by_turns: bool = False):
@@ -144,7 +144,7 @@ class Reducer:
         tell("followed", self)
 
     def _reset(self) -> None:
-        # of each bucket not yet handed over, in order: the parameters whose gradient has not come
+        # of each bucket not yet handed over, in order: its parameters that have no gradient yet
         self.waits_for = {bucket: set(bucket.params) for bucket in self.buckets}
         self._completed: list[Bucket] = []  # in the order in which they became complete
 

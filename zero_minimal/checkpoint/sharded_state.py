@@ -101,7 +101,7 @@ def wait_until_left(bucket) -> None:
 
 
 @seams.at("wrapped")
-def wait_before_edits(stage) -> None:
+def wrap_gather_parameters(stage) -> None:
     """Let gather_parameters(), inside which the user may edit, wait in the same way. At stage 3 one
     inside another does nothing, and a graph that is made inside keeps the values."""
     gather, owner = type(stage).gather_parameters, weakref.ref(stage)

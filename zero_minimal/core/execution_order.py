@@ -1,7 +1,6 @@
 """Execution order: stage 3's clock. It follows forward and backward from unit to unit, and says
 whose turn it is, who comes next, and with which units backward is done."""
 
-import bisect
 import sys
 import weakref
 from collections.abc import Callable
@@ -59,7 +58,7 @@ class ExecutionOrder:
         tell("units_followed", self)
 
     def follow(self, unit: Unit, module: nn.Module) -> None:
-        """A call of the module, or of a part of the unit's, is the unit's turn."""
+        """A call of the module, the unit's or a part of it, begins the unit's turn."""
         # before the user's own hooks, which may read parameters
         before = WeakHook(ExecutionOrder._before_forward, self, unit, left=left_behind)
         module.register_forward_pre_hook(before, prepend=True)
@@ -99,7 +98,7 @@ class ExecutionOrder:
             return
         at_work = [one for _, one, _ in self.under_way]
         if module is not unit.module and (at_work if unit is self.root else unit in at_work):
-            return  # a part of the unit, inside a call of it (of the root: of any)
+            return  # a part of the unit, while it runs (of the root: while any unit runs)
         tell("unit_called", self, unit)
         if not self.stage.reducer.running:
             if self._went_back:  # a forward after a backward
@@ -142,10 +141,8 @@ class ExecutionOrder:
 
     def innermost(self, number: int) -> Unit | None:
         """The innermost unit that ran when the node of this number was made."""
-        ended_later = bisect.bisect_right(self._calls, number, key=lambda call: call[1])
-        # inner calls come first in _calls
-        owners = (unit for begin, _, unit, _ in self._calls[ended_later:] if begin <= number)
-        return next(owners, None)
+        owners = (unit for begin, end, unit, _ in self._calls if begin <= number < end)
+        return next(owners, None)  # inner calls come first in _calls
 
     def watch(self, node, owner_of: Callable[[int], Unit | None]) -> None:
         """When backward comes to the node it is the turn of owner_of(its number), if any."""
@@ -192,8 +189,8 @@ def next_number() -> int:
 
 
 def ordered(number: int) -> int:
-    """Autograd's number of a node that is being made, such that nodes of a computation that runs
-    again in backward come after those of forward. Autograd counts in each thread by itself, and
+    """Autograd's number of a node that is being made, changed so that nodes that are recomputed in
+    backward come after those of forward. Autograd counts in each thread by itself, and
     backward on a GPU runs in a thread of its own: there its numbers begin at 0."""
     return number + IN_BACKWARD if in_backward() else number
 

@@ -26,10 +26,8 @@ class GradientMemory:
         pass
 
     def whole(self, bucket: Bucket) -> torch.Tensor:
-        """New memory [padded], into which the bucket's gradients are copied: zeros elsewhere."""
-        whole = torch.empty(bucket.padded, dtype=bucket.dtype, device=bucket.device)
-        bucket.zero_rest(whole)
-        return whole
+        """Zeros [padded], into which the bucket's gradients are copied."""
+        return bucket.zeros()
 
     def give_back(self, whole: torch.Tensor) -> None:
         """Called after the wait for the reduction: `whole` is not needed any more."""

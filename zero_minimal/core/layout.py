@@ -1,5 +1,5 @@
 """Layout: parameters lie in flat tensors. Flats are cut into buckets, buckets into shards, one for
-each rank. A bucket is a stretch of a flat; what of a parameter lies in it is a piece. The N shards
+each rank. A bucket is a stretch of a flat; a parameter's part in it is a piece. The N shards
 of a bucket are equal stretches of it, shard r for rank r; "whole" means all of them.
 
     flat     [size]        | b₂ | w₂ ····························· | b₁ | w₁ ···· | padding |
@@ -44,10 +44,9 @@ class Flat:
     """Parameters of one optimizer group, dtype and device, side by side in a tensor [size]."""
 
     def __init__(self, params: list[nn.Parameter], world_size: int, padded_size: PaddedSize):
-        self.offsets, self._places, end = {}, {}, 0  # a place: from, to, and the shape
+        self.offsets, self._shapes, end = {}, {}, 0
         for param in params:
-            self.offsets[param] = end
-            self._places[param] = end, end + param.numel(), param.shape
+            self.offsets[param], self._shapes[param] = end, param.shape
             end = _round_up(end + param.numel(), ALIGNMENT)
         self.size = padded_size(max(end, 1), world_size)
         _check_padded(self.size, max(end, 1), world_size)
@@ -65,9 +64,9 @@ class Flat:
         return torch.zeros(self.size, dtype=self.dtype, device=self.device)
 
     def view(self, tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-        """What a tensor [size] holds for a parameter: a view of it, in the parameter's shape."""
-        start, end, shape = self._places[param]
-        return tensor[start:end].view(shape)
+        """The parameter's part of a tensor [size]: a view, in the parameter's shape."""
+        start, shape = self.offsets[param], self._shapes[param]
+        return tensor[start : start + shape.numel()].view(shape)
 
     def placeholder(self, param: nn.Parameter) -> torch.Tensor:
         """What a parameter points to while its memory is freed: one NaN, in the parameter's shape.
@@ -77,8 +76,7 @@ class Flat:
         if not self._nothing:
             nothing = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
             number = torch.full((), nothing, dtype=self.dtype, device=self.device)
-            self._nothing = {each: number.expand(shape)
-                             for each, (_, _, shape) in self._places.items()}
+            self._nothing = {each: number.expand(shape) for each, shape in self._shapes.items()}
         return self._nothing[param]
 
     def keep_gradient(self, param: nn.Parameter) -> None:
@@ -114,15 +112,14 @@ class Bucket:
     away: object = None
 
     def __post_init__(self):
-        end = self.start + self.padded
-        offsets = self.flat.offsets
-        self.params = [param for param in offsets
-                       if offsets[param] < end and offsets[param] + param.numel() > self.start]
-        # which elements of each lie here, from and to; and where the first of them lies
-        self._pieces = {param: self._piece(param) for param in self.params}
-        self._starts = {param: offsets[param] + begin - self.start
-                        for param, (begin, _) in self._pieces.items()}
-        self.numel = sum(end - begin for begin, end in self._pieces.values())  # without padding
+        self._pieces = {}  # parameter: which elements lie here (from, to), and where they begin
+        for param, offset in self.flat.offsets.items():
+            begin = max(0, self.start - offset)
+            end = min(param.numel(), self.start + self.padded - offset)
+            if begin < end:
+                self._pieces[param] = begin, end, offset + begin - self.start
+        self.params = list(self._pieces)
+        self.numel = sum(end - begin for begin, end, _ in self._pieces.values())  # without padding
         self.trained = self.group_index >= 0
         self.dtype = self.flat.dtype
 
@@ -150,20 +147,8 @@ class Bucket:
         Where a parameter has none, `whole` stays as it is."""
         for param in self.params:
             if (gradient := param.grad) is not None:
-                begin, end = self._pieces[param]
+                begin, end, _ = self._pieces[param]
                 self._place(whole, param).copy_(_dense(gradient).reshape(-1)[begin:end])
-
-    def zero_rest(self, whole: torch.Tensor) -> None:
-        """Zero what fuse_gradients() leaves as it is: a missing gradient's place, and padding."""
-        end = 0  # of the gradient before
-        for param, start in self._starts.items():  # in the order in which they lie here
-            if param.grad is not None:
-                if end < start:
-                    whole[end:start].zero_()
-                begin, after = self._pieces[param]
-                end = start + after - begin
-        if end < self.padded:
-            whole[end:].zero_()
 
     def zero_missing(self) -> None:
         """Before the reduction: a parameter without a gradient counts as one whose gradient is
@@ -181,13 +166,8 @@ class Bucket:
 
     def _place(self, whole: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         """Where the parameter's piece lies in a tensor [padded] of this bucket: a view, flat."""
-        (begin, end), start = self._pieces[param], self._starts[param]
+        begin, end, start = self._pieces[param]
         return whole[start : start + end - begin]
-
-    def _piece(self, param: nn.Parameter) -> tuple[int, int]:
-        """Which elements of the parameter lie here: from, to."""
-        offset = self.flat.offsets[param]
-        return max(0, self.start - offset), min(param.numel(), self.start + self.padded - offset)
 
 
 def pack(

@@ -67,7 +67,7 @@ def update(optimizer: Optimizer, param_group: dict, param: nn.Parameter, gradien
     """optimizer.step() for one parameter of one of its groups, with this gradient.
 
     There is one optimizer, and step() updates all that it holds. To go bucket by bucket, it holds
-    for the moment this group alone, and in it this parameter: step hooks run each time.
+    only this group, and in it only this parameter, for a moment: step hooks run each time.
     """
     groups, params = optimizer.param_groups, param_group["params"]
     optimizer.param_groups, param_group["params"] = [param_group], [param]

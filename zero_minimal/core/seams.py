@@ -1,7 +1,7 @@
 """Seams: where guards, checkpoints and rare cases attach to the algorithm, from outside.
 
-The algorithm is what a stage file imports, directly or not. It tells these moments, and does not
-know the listeners:
+The algorithm is what a stage file imports, directly or not. It announces these moments, and does
+not know who listens:
 
     wrapping    units_given, model_given, groups_given, optimizer_given, buckets_planned,
                 unit_to_flatten, wrap_failed, wrapped
@@ -25,7 +25,7 @@ listeners: dict[str, list[Callable]] = {}
 
 
 def at(*moments: str) -> Callable:
-    """Decorator: call the function at these moments, with what is told."""
+    """Decorator: call the function at these moments, with tell()'s arguments."""
 
     def listens(function: Callable) -> Callable:
         for moment in moments:
@@ -36,7 +36,7 @@ def at(*moments: str) -> Callable:
 
 
 def attach() -> None:
-    """Import who is named in `attached`. tell() does so too."""
+    """Import the modules in `attached`. tell() does so too."""
     while attached:
         importlib.import_module(attached.pop(0))
 

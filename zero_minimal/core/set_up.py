@@ -33,7 +33,7 @@ def set_up(
         .buckets         those that are trained, in the order in which backward completes them
         .all_buckets     with those of frozen parameters, which only stage 3 makes
         .optimizer
-        .gradient_scale  what the update multiplies gradients with; None: with nothing
+        .gradient_scale  what the update multiplies gradients with; None: 1
 
     Args:
         group: of ranks. param_groups are the optimizer's groups.

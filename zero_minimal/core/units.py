@@ -1,8 +1,8 @@
 """Units: the modules of a model that stage 3 gathers and frees as wholes.
 
-Every element of every nn.ModuleList is a unit (the blocks of a transformer; of a list in a list,
-its elements), and the rest of the model is the root unit. A parameter belongs to the innermost unit
-around it; one that two units share belongs to the root.
+Every element of every nn.ModuleList is a unit (the blocks of a transformer; where a list holds a
+list, that one's elements), and the rest of the model is the root unit. A parameter belongs to the
+innermost unit around it; one that two units share belongs to the root.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from zero_minimal.core.precision import keep_changes
 
 @dataclass(eq=False)
 class Unit:
-    """A module, the parameters gathered for it, and whether they are here. Its buckets are several
+    """A module, the parameters gathered for it, and whether they are here. It has several buckets
     if its parameters differ in optimizer group, dtype or device."""
 
     name: str
@@ -96,11 +96,6 @@ def restore(param: nn.Parameter, data: torch.Tensor) -> None:
     """Let it point to its values again."""
     seams.tell("parameter_restored", param)
     param.data, param._zero_released = data, False
-
-
-def is_released(param: nn.Parameter) -> bool:
-    """Whether its values are gone for now."""
-    return getattr(param, "_zero_released", False)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from zero_minimal.core import seams
 
 @dataclass(eq=False)
 class Call:
-    """One collective of this rank. Who listens at the moment "collective" (seams.py) is told
+    """One collective of this rank. Listeners at the moment "collective" (seams.py) get
 
         "start"  before anything is sent
         "wait"   when the rank begins to wait for the result
@@ -81,16 +81,10 @@ class Work:
             self.then()
         self.works, self.then = [], None  # nothing is left to do
 
-    def __del__(self):
-        # somebody caught an error, say, and dropped the stage. If memory goes while gloo still
-        # receives into it, gloo stops reading from that rank, and the next call would hang
-        if self.works and self.then is not None:
-            _dropped.append((self.works, self.then))
-
 
 def wait_for_half_done(group: dist.ProcessGroup, before: float = float("inf")) -> None:
-    """An all_reduce on gloo sends its second half in wait(). Another rank may need it before it
-    starts the collective that this rank, `before`'s number, waits for."""
+    """An all_reduce on gloo sends its second half in wait(). Another rank may need that half before
+    it can start collective number `before`, which this rank waits for."""
     for one in sorted(_half_done, key=lambda one: one.number):
         if one.number < before and one.call is not None and one.call.group == group:
             one.wait()
@@ -98,7 +92,6 @@ def wait_for_half_done(group: dist.ProcessGroup, before: float = float("inf")) -
 
 _numbers = itertools.count()
 _half_done: weakref.WeakSet[Work] = weakref.WeakSet()  # all_reduces that nobody has waited for
-_dropped: list = []  # works that nobody can wait for, and what holds their memory
 
 
 def collective(launch):

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
-from zero_minimal.core.units import is_released
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards.trained_by import LEFT_BEHIND, trained_by
 
@@ -79,6 +78,11 @@ def becomes_released(param: nn.Parameter) -> None:
 def becomes_plain(param: nn.Parameter) -> None:
     if isinstance(param, FreedParameter):
         param.__class__ = nn.Parameter
+
+
+def is_released(param: nn.Parameter) -> bool:
+    """Whether its values are gone for now."""
+    return getattr(param, "_zero_released", False)
 
 
 def refuse_left_behind(module: nn.Module, *_) -> None:
