@@ -1129,6 +1129,8 @@ def shown(stage_class):
 
     for skip in (None, BLOCKS - 1):
         zero.model(*numbers(rank, 0), skip=skip)
+    with contextlib.suppress(RuntimeError):
+        found["outside"] = [value.clone() for value in zero.model.state_dict().values()]
     with checks.Calls() as calls, zero.gather_parameters():
         found["state"] = [value.clone() for value in zero.model.state_dict().values()]
         edit(zero.model.blocks[-1])
@@ -1145,8 +1147,6 @@ def shown(stage_class):
     if found["whole after an error"]:
         return found
     found["undone"] = loss()
-    with contextlib.suppress(RuntimeError):
-        found["outside"] = [value.clone() for value in zero.model.state_dict().values()]
     try:
         with zero.gather_parameters(), torch.no_grad():
             zero.model.first.weight[0, 0] += 1 + rank

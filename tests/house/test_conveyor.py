@@ -166,7 +166,7 @@ def test_what_was_measured_agrees_with_the_formulas():
     two, saved = MEASURED["rows"][1], 4 * psi - MEASURED["rows"][1]["parameters"]
     page = " ".join((HOUSE / "lessons/04_parameters/README.md").read_text().split())
     assert f"The parameters fall by {saved / 1e6:.2f} MB" in page
-    assert f"The formula says {formulas.traffic(3, psi, two['ranks'], 'fp32') / 1e6:.2f}." in page
+    assert f"The formula 3Ψ(N−1)/N says {formulas.traffic(3, psi, two['ranks'], 'fp32') / 1e6:.2f} for 2 ranks." in page
 
 
 def test_what_stays_whole_is_not_sent_again():

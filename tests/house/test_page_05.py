@@ -62,14 +62,15 @@ def test_what_the_page_says_of_the_patients():
         assert first == second, "loss on both ranks"
     model = next(cell["source"] for cell in cells_of("05_tensor_parallel.ipynb") if cell["id"] == "model")
     assert "layers=3" in model and "steps=40" in model and "of three blocks was trained for 40 steps" in PROSE
-    assert f"It is the MLP of block {patients.ILL} each time" in PROSE and MEASURED["positive"] < 1e-4
+    assert f"always in the MLP of block {patients.ILL}" in PROSE and MEASURED["positive"] < 1e-4
     ill = f"blocks.{patients.ILL}"
     b = layers("f forgotten")
     c, before = layers("g forgotten"), [name for name in b if name.startswith("blocks.") and name < f"{ill}.mlp"]
     assert {f"{b[name]['error']:.0%}" for name in before} == {"7%"} and len(before) == 6
-    assert f"B is off by {b[ill + '.mlp_norm']['error']:.0%} at the norm and by about 7% in the blocks before" in PROSE
+    norm = b[ill + ".mlp_norm"]["error"]
+    assert f"Patient B is off by {norm:.0%} at the norm and by about 7% in the blocks before" in PROSE
     apart = [f"{one['position_embedding']['spread']:.1%}" for one in (b, c)]
-    assert "positions differ, by {} in B and {} in C".format(*apart) in PROSE
+    assert "positions of patients B and C differ, by {} and {}".format(*apart) in PROSE
     ill_losses, right_losses = (MEASURED["patients"][name]["losses"] for name in ("f forgotten", "no mistake"))
     assert ill_losses == right_losses and "The loss is the same as without the mistake" in PROSE
     assert b[ill + ".mlp"]["error"] < RIGHT < b[ill + ".mlp_norm"]["spread"]
@@ -87,7 +88,7 @@ def test_the_patients_are_as_they_are_told():
     norms = [number for number, name in enumerate(names) if name.endswith("norm")]
     assert [number for number in norms if b[number]["spread"] > RIGHT] == [place - 1]
     assert [number for number in norms if c[number]["spread"] > RIGHT] == [number for number in norms if number > place]
-    assert c[1]["spread"] > 0 and b[1]["spread"] > 0, "question 3: positions, by the residual stream"
+    assert c[1]["spread"] > 0 and b[1]["spread"] > 0, "positions, by the residual stream"
 
 
 def test_the_alt_text_of_the_patients():

@@ -81,7 +81,7 @@ def all_reduce(tensors, buffers, op="avg"):
         end = tensor.data_ptr() + tensor.nbytes
     group = buffers.group
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    for load in loads((tensor.view(-1) for tensor in tensors), buffers.elements):
+    for load in loads([tensor.view(-1) for tensor in tensors], buffers.elements):
         filled = fill(buffers.take(), load)
         if filled.numel() % ranks:
             pending, whole = collectives.all_reduce(filled, op=op, group=group, async_op=True), None
