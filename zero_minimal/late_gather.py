@@ -39,7 +39,7 @@ class Late:
         for bucket in reversed(self.buckets):  # backward completes the last layers first
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
             self.gathering.start(bucket)
-        self.reducer.spent = True
+        self.reducer.needs_zero_grad = True
 
     # code that uses more than one module at a time waits for all
 

@@ -115,7 +115,7 @@ class Offloaded(RankSide):
             bucket.parameter_shard.copy_(parcel.tensor)
             self.host.emptied(parcel)
             bucket.away.know(bucket)
-            optimizers.tell_autograd(bucket)
+            seams.tell("update_ends", bucket)
             yield bucket
 
 
@@ -140,7 +140,7 @@ class GatheredAfter:
         for pending in gathering:
             pending.wait()
         replicas.broadcast_statistics(self.model, self.group)
-        self.reducer.spent = True
+        self.reducer.needs_zero_grad = True
 
 
 class Offloaded1(Offloaded, GatheredAfter, Stage1):
@@ -190,7 +190,7 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
             precision.keep_changes(bucket)
         self.returning.begin(self._returned(), self.buckets)
         replicas.broadcast_statistics(self.model, self.group)
-        self.reducer.spent = True
+        self.reducer.needs_zero_grad = True
 
     def _gather(self, unit):
         self.returning.take_until_back(unit.buckets)

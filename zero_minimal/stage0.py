@@ -114,7 +114,7 @@ class Stage0(Hooks):
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
         replicas.broadcast_statistics(self.model, self.group)
-        self.reducer.spent = True
+        self.reducer.needs_zero_grad = True
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

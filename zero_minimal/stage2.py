@@ -131,7 +131,7 @@ class Stage2(Hooks):
         for pending in gathering:
             pending.wait()
         replicas.broadcast_statistics(self.model, self.group)
-        self.reducer.spent = True
+        self.reducer.needs_zero_grad = True
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

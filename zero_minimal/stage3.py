@@ -81,7 +81,7 @@ class Stage3(Hooks):
         )
         self.memory = memory(self.buckets, group)
         self.reducing = None  # the Reduction under way, if any
-        self.shown = False  # inside gather_parameters()
+        self.gathered = False  # inside gather_parameters()
         self.reducer = Reducer(self, by_turns=True)
         # after Reducer, whose hook on the model's output runs first
         self.execution_order = ExecutionOrder(self)
@@ -135,7 +135,7 @@ class Stage3(Hooks):
         collectives.free(bucket.parameters)
 
     def _release_all(self):
-        if self.shown:
+        if self.gathered:
             raise RuntimeError("leave gather_parameters() first: no step runs inside of it")
         for unit in self.units:
             self._release(unit)
@@ -148,13 +148,13 @@ class Stage3(Hooks):
     def _release_others(self, unit, following):
         for other in self.units:
             # keep this unit, those around it, the next one, and units inside this one
-            stays = other in [unit, *unit.around, following] or unit in other.around
+            stays = other in [unit, *unit.parents, following] or unit in other.parents
             if (other.whole or other.gathering) and not stays:
                 self._release(other)
 
     def _gather_needed(self, unit):
-        # for a layer inside a block, unit.around is [root, block]: they are at work too
-        needed = [unit, *unit.around]
+        # for a layer inside a block, unit.parents is [root, block]: they are at work too
+        needed = [unit, *unit.parents]
         for one in needed:
             self._gather(one)
         for one in needed:
@@ -170,7 +170,7 @@ class Stage3(Hooks):
     # during backward: core/reducer.py calls these
 
     def backward_begins(self):
-        if self.shown:
+        if self.gathered:
             raise RuntimeError("call backward() outside gather_parameters()")
         self.execution_order.begin("backward")
 
@@ -230,7 +230,7 @@ class Stage3(Hooks):
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
         replicas.broadcast_statistics(self.model, self.group)
-        self.reducer.spent = True
+        self.reducer.needs_zero_grad = True
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -248,13 +248,13 @@ class Stage3(Hooks):
         backward() inside. Edits are kept: make them alike on all ranks, else RuntimeError. An
         error inside undoes them."""
         self._release_all()
-        self.shown = True
+        self.gathered = True
         try:
             with whole_parameters(self.all_buckets, self.rank, self.group):
                 yield
                 replicas.check_alike(self.model, self.group)
         finally:
-            self.shown = False
+            self.gathered = False
             self._release_all()
 
 

@@ -135,7 +135,7 @@ class Reducer:
         self.reduced = False  # every bucket was handed over since the last pass began
         self.running = False  # a backward pass is under way
         self.accumulating = False  # passes hand over nothing
-        self.spent = False  # step() has used the gradients, and zero_grad() was not called since
+        self.needs_zero_grad = False  # since step() has used the gradients
         self._reset()
         stage.model.register_forward_hook(WeakHook(Reducer.watch_output, self))
         for param in self.buckets_of:  # before autograd adds anything to .grad
@@ -279,7 +279,7 @@ class Reducer:
     def forget(self) -> None:
         """zero_grad(), perhaps after a backward pass that failed half-way: start afresh."""
         tell("gradients_dropped", self)
-        self.reduced = self.running = self.spent = False
+        self.reduced = self.running = self.needs_zero_grad = False
         self._reset()
 
 
@@ -374,7 +374,7 @@ class Stage0(Hooks):
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
         replicas.broadcast_statistics(self.model, self.group)
-        self.reducer.spent = True
+        self.reducer.needs_zero_grad = True
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

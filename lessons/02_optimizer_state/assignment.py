@@ -72,8 +72,8 @@ def update_shard(
     # step 3: the optimizer has made one step on bucket.master alone, with gradient_scale (None: 1)
     # times this rank's gradient shard, computed in the dtype of bucket.master.
     # bucket.parameter_shard holds bucket.master, rounded to its own dtype. (In fp32 the two share
-    # their memory. Step 4 grades this sentence.) Leave @changes_parameters there: it tells autograd
-    # that the parameters have changed.
+    # their memory.) Leave @changes_parameters there: it tells autograd that the parameters have
+    # changed.
     # - update(optimizer, param_group, param, gradient): one optimizer step on this parameter alone.
     #   param_group is the dict of optimizer.param_groups that holds it.
     # - bucket.dtype: of bucket.parameters and bucket.gradients
@@ -215,7 +215,8 @@ class Stage1(Hooks):
         #   all ranks, in rank order. input may be this rank's part of output. Returns a Work at
         #   once.
         # - replicas.broadcast_statistics(model, group): running statistics of rank 0, to all ranks
-        # - self.reducer.spent: while it is True, backward raises; zero_grad() sets it back
+        # - self.reducer.needs_zero_grad: while it is True, backward raises; zero_grad() sets it
+        #   back
         raise NotImplementedError("step 3: step")
 
     def zero_grad(self) -> None:

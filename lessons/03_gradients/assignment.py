@@ -137,8 +137,8 @@ class Stage2(Hooks):
         #   all ranks, in rank order. input may be this rank's part of output. Returns a Work at
         #   once.
         # - replicas.broadcast_statistics(model, group): running statistics of rank 0, to all ranks
-        # - self.reducer.spent: while it is True, backward raises; self.reducer.forget() sets it
-        #   back
+        # - self.reducer.needs_zero_grad: while it is True, backward raises; self.reducer.forget()
+        #   sets it back
         raise NotImplementedError("step 2: step")
 
     def zero_grad(self) -> None:

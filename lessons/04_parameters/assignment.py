@@ -81,7 +81,7 @@ class Stage3(Hooks):
         )
         self.memory = memory(self.buckets, group)
         self.reducing = None  # the Reduction under way, if any
-        self.shown = False  # inside gather_parameters()
+        self.gathered = False  # inside gather_parameters()
         self.reducer = Reducer(self, by_turns=True)
         # after Reducer, whose hook on the model's output runs first
         self.execution_order = ExecutionOrder(self)
@@ -139,7 +139,7 @@ class Stage3(Hooks):
         raise NotImplementedError("step 1: _free")
 
     def _release_all(self):
-        if self.shown:
+        if self.gathered:
             raise RuntimeError("leave gather_parameters() first: no step runs inside of it")
         for unit in self.units:
             self._release(unit)
@@ -153,12 +153,12 @@ class Stage3(Hooks):
         # step 3: no unit has memory, or is on its way, but those that may: this unit, the units
         # around it, the units inside it, and `following`.
         # - self.units: all units, the root first
-        # - other.around: the units that enclose other
+        # - other.parents: the units that enclose other
         ...  # until step 3 nothing happens here
 
     def _gather_needed(self, unit):
         # step 2: this unit can compute, and so can the units around it: they are at work, too.
-        # - unit.around: the units that enclose this one, the root among them
+        # - unit.parents: the units that enclose this one, the root among them
         raise NotImplementedError("step 2: _gather_needed")
 
     def _prefetch(self, following):
@@ -174,7 +174,7 @@ class Stage3(Hooks):
     # during backward: core/reducer.py calls these
 
     def backward_begins(self):
-        if self.shown:
+        if self.gathered:
             raise RuntimeError("call backward() outside gather_parameters()")
         self.execution_order.begin("backward")
 
@@ -237,7 +237,8 @@ class Stage3(Hooks):
         # - optimizers.update_shard(optimizer, bucket, scale): one optimizer step on this rank's
         #   shard, with scale times its gradient
         # - replicas.broadcast_statistics(model, group): running statistics of rank 0, to all ranks
-        # - self.reducer.spent: while it is True, backward raises; zero_grad() sets it back
+        # - self.reducer.needs_zero_grad: while it is True, backward raises; zero_grad() sets it
+        #   back
         raise NotImplementedError("step 5: step")
 
     def zero_grad(self) -> None:
@@ -255,8 +256,8 @@ class Stage3(Hooks):
         """Context in which every parameter is whole. All ranks must enter it, and call no
         backward() inside. Edits are kept: make them alike on all ranks, else RuntimeError. An
         error inside undoes them."""
-        # step 5: inside, every parameter is whole, and self.shown is True, so that no unit has
-        # turns, and no evaluation ends. Afterwards none is whole, and self.shown is False. Edits
+        # step 5: inside, every parameter is whole, and self.gathered is True, so that no unit has
+        # turns, and no evaluation ends. Afterwards none is whole, and self.gathered is False. Edits
         # are kept if all ranks made them alike, else it is a RuntimeError; an error inside undoes
         # them.
         # - whole_parameters(self.all_buckets, self.rank, self.group): a context in which all

@@ -180,8 +180,8 @@ class _Checkpoint(torch.autograd.Function):
         # step 1: returns run(tensors), and keeps no graph of it. Of each tensor what keeper.keep
         # gives is kept until backward has used it, and what keeper.describe gives; so is the state
         # of random numbers and of autocast, as it was before the run. (Step 3 grades this state,
-        # steps 2 and 4 how a tensor is kept.) But for `run` and `keeper` nothing else is. An output
-        # that gets no gradient will get None in backward, and no zeros.
+        # steps 2 and 4 also how a tensor is kept.) But for `run` and `keeper` nothing else is. An
+        # output that gets no gradient will get None in backward, and no zeros.
         # - run(tensors): calls the function; a tuple of what is in its result
         # - keeper.keep(tensor): what stays of it until backward, without its past
         # - keeper.describe(tensor): what it was like: shape, device, requires_grad, is_cut

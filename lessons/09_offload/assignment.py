@@ -171,7 +171,7 @@ class Offloaded(RankSide):
         # - self.host.receive(): waits for the next parcel. self.host.emptied(parcel): its buffer
         #   can be filled again.
         # - bucket.away.know(bucket): the rank's shard is what the host has
-        # - optimizers.tell_autograd(bucket): its parameters were changed
+        # - seams.tell("update_ends", bucket): its parameters were changed
         raise NotImplementedError("step 3: _returned")
 
 
@@ -193,7 +193,8 @@ class GatheredAfter:
         # - collectives.all_gather(output [N·s], input [s], group=…, async_op=True): from
         #   bucket.parameter_shard to bucket.parameters. Returns a Work at once; work.wait().
         # - replicas.broadcast_statistics(model, group): running statistics of rank 0, to all ranks
-        # - self.reducer.spent: while it is True, backward raises; zero_grad() sets it back
+        # - self.reducer.needs_zero_grad: while it is True, backward raises; zero_grad() sets it
+        #   back
         raise NotImplementedError("step 4: step")
 
 
@@ -245,7 +246,7 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
             precision.keep_changes(bucket)
         self.returning.begin(self._returned(), self.buckets)
         replicas.broadcast_statistics(self.model, self.group)
-        self.reducer.spent = True
+        self.reducer.needs_zero_grad = True
 
     def _gather(self, unit):
         self.returning.take_until_back(unit.buckets)

@@ -291,7 +291,7 @@ WRONG = {
         {"Stage0.step": "@torch.no_grad()\n" + function(
             "def step(self):", "self.reduced_gradients()", function("for bucket in self.buckets:", (
                 "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)")),
-            "self.reducer.spent = True")}),
+            "self.reducer.needs_zero_grad = True")}),
     "each rank keeps its own running statistics, the naive way": Wrong(
         5, "test_a_step_leaves_rank_0s_statistics", r"Naive: after step\(\) norm.running_mean.* of rank 1 is not what",
         {"Naive.step": function("def step(self):", "self.reduced_gradients()", "self.optimizer.step()")}),
@@ -308,7 +308,7 @@ WRONG = {
             "def step(self):", "self.reduced_gradients()", function("for bucket in self.buckets:", (
                 "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)")),
             "if not self.reducer.steps:\n    replicas.broadcast_statistics(self.model, self.group)",
-            "self.reducer.spent = True")}),
+            "self.reducer.needs_zero_grad = True")}),
     "old gradients stay": Wrong(
         5, "test_the_second_step_starts_afresh", r"the sum of both steps': zero_grad\(\) left the first one's",
         zero_grad(drop="pass")),
@@ -325,11 +325,11 @@ WRONG = {
                   drop="param.grad = None if reduced else param.grad")),
     "of a batch that is dropped the gradients stay": Wrong(
         5, "test_the_second_step_starts_afresh", r"has not the last step's mean gradient. Before it a batch was drop",
-        zero_grad(begin="spent = self.reducer.spent", drop="param.grad = None if spent else param.grad")),
+        zero_grad(begin="spent = self.reducer.needs_zero_grad", drop="param.grad = None if spent else param.grad")),
     "the scale of a batch that is dropped stays": Wrong(
         5, "test_the_second_step_starts_afresh",
         r"moved rank 0's parameters by \S+, and .* was clipped, to 0.001, and then dropped",
-        zero_grad(begin="if self.reducer.spent:\n    self.gradient_scale = None", scale="")),
+        zero_grad(begin="if self.reducer.needs_zero_grad:\n    self.gradient_scale = None", scale="")),
     "later steps wait at once": Wrong(
         5, "test_later_steps_overlap_too", r"rank 0 stood still each time .* This is the fourth step: what is another",
         bucket_complete(reduce=REDUCE + "\nif self.reducer.steps:\n    self._wait()")),

@@ -65,7 +65,7 @@ gathering.append(collectives.all_gather(whole, own, group=self.group, async_op=T
 def step(ends="self.reduced_gradients()", begin="",
          update="update_shard(self.optimizer, bucket, self.gradient_scale)", gather=GATHER,
          end="for pending in gathering:\n    pending.wait()", statistics="replicas.broadcast_statistics(self.model, "
-         "self.group)", spent="self.reducer.spent = True"):
+         "self.group)", spent="self.reducer.needs_zero_grad = True"):
     loop = function("for bucket in self.buckets:", update, gather)
     return {"Stage1.step": "@torch.no_grad()\n" + function(
         "def step(self):", ends, begin, "gathering = []", loop, end, statistics, spent)}
@@ -281,6 +281,9 @@ WRONG = {
             bucket.master.grad = gradient
             optimizer.step()
             """), 2),
+    "the new master stays beside the parameters": Wrong(
+        3, "test_every_rank_has_all_updated_parameters", r"leads to 0.5, and rank 0 has 1 to 1: .* rounded into",
+        update_shard(end=""), 2),
     "does not wait for the last gather": Wrong(
         3, "test_every_rank_has_all_updated_parameters", r"differ from rank 0's|NaN|nobody waited for",
         step(end=""), 2, True),
@@ -354,7 +357,7 @@ WRONG = {
                     collectives.all_reduce(buffer, op="avg", group=self.group)
             """)),
     "gradients are used twice without a word": Wrong(
-        3, "test_a_backward_after_step_is_refused", r"It must be an error: set self.reducer.spent in step\(\)",
+        3, "test_a_backward_after_step_is_refused", r"must be an error: set self.reducer.needs_zero_grad in step\(\)",
         step(spent="")),
     "no master: the optimizer updates bf16": Wrong(
         4, "test_small_steps_in_bf16_add_up", r"25 steps of 0.0015 .* rank 0 has [\d.]+ to 1: each is too small",

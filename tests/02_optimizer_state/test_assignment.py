@@ -316,12 +316,28 @@ def test_micro_batches_add_up(stage_class):
 # ------------------------------------------------------------------------------- step 3: update, and gather parameters
 
 
+def stepped_in_16_bits(stage_class):
+    """Parameters in bf16 that were 1, after a step of SGD. master_of is ours: the submission's is of step 4."""
+    if hasattr(stage_class, "master_of"):
+        stage_class.load().master_of = lambda shard: nn.Parameter(shard.detach().float())
+    zero = stage_class(Given().bfloat16(), optim.SGD, lr=0.5)
+    zero.model(torch.ones(60, dtype=torch.bfloat16)).backward()
+    zero.step()
+    return torch.cat(toys.whole_parameters(zero)).double()
+
+
 @pytest.mark.step(3, points=6, stuck="every rank must start all all-gathers, in the same order")
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_every_rank_has_all_updated_parameters(stage_class, world_size):
     results = [result for result, *_ in once(first_step, world_size, stage_class)]
     assert_stepped(results, sum(gradients_of(world_size)) / world_size, world_size)
     assert_nothing_is_left(stage_class)
+    for rank, parameter in enumerate(toys.run(stepped_in_16_bits, world_size, stage_class)):
+        assert (parameter == 0.5).all(), (
+            "parameters in bf16 are 1, and their masters in fp32, too. A step() of SGD with lr 0.5 and the gradient 1 "
+            f"leads to 0.5, and rank {rank} has {parameter.min():.4g} to {parameter.max():.4g}: is bucket.master, once "
+            "it is updated, rounded into bucket.parameter_shard, and that gathered?"
+        )
 
 
 def state_of_steps(stage_class, dtype):
@@ -467,7 +483,7 @@ def test_a_backward_after_step_is_refused(stage_class):
     for rank, (_, refused) in enumerate(once(after_a_step, 2, stage_class, 2)):
         assert refused, (
             f"backward, step(), backward without zero_grad(): rank {rank} added the second gradient to the first one's "
-            "shards without a word. It must be an error: set self.reducer.spent in step()"
+            "shards without a word. It must be an error: set self.reducer.needs_zero_grad in step()"
         )
 
 

@@ -49,7 +49,7 @@ def step(begin="", ends="self.reduced_gradients()", buckets="self.buckets", upda
     loop = function(f"for bucket in {buckets}:", update, gather)
     return {"Stage2.step": "@torch.no_grad()\n" + function(
         "def step(self):", begin, ends, "gathering = []", loop, end,
-        "replicas.broadcast_statistics(self.model, self.group)", "self.reducer.spent = True")}
+        "replicas.broadcast_statistics(self.model, self.group)", "self.reducer.needs_zero_grad = True")}
 
 
 def zero_grad(forget="self.reducer.forget()", scale="self.gradient_scale = None",
@@ -409,8 +409,8 @@ WRONG = {
         r"(?s)rank 0 .*To look at: here step\(\) is called where no backward ran.* takes part in all reductions",
         step(ends="if not self.reducer.reduced:\n    return"), hangs=True),
     "gradients are used twice without a word": Wrong(
-        2, "test_a_backward_after_step_is_refused", r"It must be an error: set self.reducer.spent in step\(\)",
-        {"Stage2.step": step()["Stage2.step"].replace("self.reducer.spent = True", "")}),
+        2, "test_a_backward_after_step_is_refused", r"must be an error: set self.reducer.needs_zero_grad in step\(\)",
+        {"Stage2.step": step()["Stage2.step"].replace("self.reducer.needs_zero_grad = True", "")}),
     "the optimizer forgets": Wrong(
         3, "test_trains_as_one_process_would",
         r"(?s)SGD with momentum, 3 steps: rank 0 has .* must be .*an optimizer whose state .* is empty in each step",
@@ -430,7 +430,7 @@ WRONG = {
     "gradients without a step are kept": Wrong(
         3, "test_the_second_step_starts_afresh", r"where the one before was dropped \(zero_grad\(\) without step\(\)\)",
         zero_grad(shard="bucket.gradient_shard = None if spent else bucket.gradient_shard",
-                  forget="spent = self.reducer.spent\nself.reducer.forget()")),
+                  forget="spent = self.reducer.needs_zero_grad\nself.reducer.forget()")),
     "what is under way when zero_grad is called comes later": Wrong(
         3, "test_the_second_step_starts_afresh", r"not the mean gradient .* and had failed in its second micro-batch",
         {"Stage2.zero_grad": zero_grad()["Stage2.zero_grad"].replace("self._wait()", "pass")}),
@@ -466,7 +466,8 @@ WRONG = {
         zero_grad(scale="")),
     "the scale of a batch that is dropped stays": Wrong(
         4, "test_trains_with_clipping", r"and moved rank 0's by 0.0001291. What is still there of the batch before\?",
-        zero_grad(forget="if self.reducer.spent:\n    self.gradient_scale = None\nself.reducer.forget()", scale="")),
+        zero_grad(forget="if self.reducer.needs_zero_grad:\n    self.gradient_scale = None\n"
+                  "self.reducer.forget()", scale="")),
     "clipping ends with step() alone": Wrong(
         4, "test_trains_with_clipping", r"and moved rank 0's by 0.0001291. What is still there of the batch before\?",
         zero_grad(scale="") | step(end=GATHERED + "\nself.gradient_scale = None")),

@@ -220,7 +220,7 @@ def test_a_backward_after_step_is_refused(stage_class):
     for rank, (_, refused) in enumerate(once(after_a_step, 2, stage_class)):
         assert refused, (
             f"backward, step(), backward without zero_grad(): rank {rank} added the second gradient to the first one's "
-            "shards without a word. It must be an error: set self.reducer.spent in step()"
+            "shards without a word. It must be an error: set self.reducer.needs_zero_grad in step()"
         )
 
 

@@ -54,7 +54,7 @@ def _release(begin="self._arrive(unit)", keep=KEPT, free="self._free(bucket)", e
 
 FREE_OTHERS = """
 for other in self.units:
-    stays = other in [*needed, following] or unit in other.around
+    stays = other in [*needed, following] or unit in other.parents
     if (other.whole or other.gathering) and not stays:
         self._release(other)
 """
@@ -62,7 +62,7 @@ NEEDED = "for one in needed:\n    self._gather(one)\nfor one in needed:\n    sel
 PREFETCH = "if following:\n    self._gather(following)"
 
 
-def unit_turn(begin="", needed="[unit, *unit.around]", free=FREE_OTHERS, gather=NEEDED, prefetch=PREFETCH):
+def unit_turn(begin="", needed="[unit, *unit.parents]", free=FREE_OTHERS, gather=NEEDED, prefetch=PREFETCH):
     return {"Stage3.unit_turn": function(
         "def unit_turn(self, unit, following):", begin, f"needed = {needed}", free, gather, prefetch)}
 
@@ -73,7 +73,7 @@ REDUCED = "pending = collectives.Work([])"
 
 def freed_last():
     return {"Stage3.unit_turn": function(
-        "def unit_turn(self, unit, following):", "needed = [unit, *unit.around]", NEEDED, PREFETCH, FREE_OTHERS)}
+        "def unit_turn(self, unit, following):", "needed = [unit, *unit.parents]", NEEDED, PREFETCH, FREE_OTHERS)}
 
 
 def bucket_complete(begin="self._wait()", whole="self.memory.whole(bucket)", fuse="bucket.fuse_gradients(whole)",
@@ -105,7 +105,7 @@ STATISTICS = "replicas.broadcast_statistics(self.model, self.group)"
 
 
 def step(begin="self._release_all()", buckets="self.buckets", update=UPDATE, statistics=STATISTICS,
-         spent="self.reducer.spent = True"):
+         spent="self.reducer.needs_zero_grad = True"):
     return {"Stage3.step": "@torch.no_grad()\n" + function(
         "def step(self):", begin, "self.reduced_gradients()", function(f"for bucket in {buckets}:", update),
         statistics, spent)}
@@ -118,9 +118,9 @@ def evaluation_done(body="self._release_all()"):
 def gather_parameters(begin="self._release_all()", whole="whole_parameters(self.all_buckets, self.rank, self.group)",
                       alike="replicas.check_alike(self.model, self.group)", end="self._release_all()"):
     return {"Stage3.gather_parameters": "@contextmanager\n" + function(
-        "def gather_parameters(self):", begin, "self.shown = True",
+        "def gather_parameters(self):", begin, "self.gathered = True",
         function("try:", function(f"with {whole}:", "yield", alike)),
-        function("finally:", "self.shown = False", end))}
+        function("finally:", "self.gathered = False", end))}
 
 
 def made_at_the_start(line):
@@ -131,7 +131,7 @@ def made_at_the_start(line):
         self.units = find_units(model)
         set_up(self, model, optimizer_class, options, group=group, bucket_bytes=bucket_bytes,
                param_groups=param_groups, units=self.units)
-        self.memory, self.reducing, self.shown = GradientMemory(self.buckets, group), None, False
+        self.memory, self.reducing, self.gathered = GradientMemory(self.buckets, group), None, False
         self.reducer = Reducer(self, by_turns=True)
         self.execution_order = ExecutionOrder(self)
         """, line)}
@@ -181,11 +181,11 @@ def only_if(number):
     numbers = f"{{param: {number} for param in self.model.parameters()}}"
     edited = function("if any(before[param] != after[param] for param in bucket.params):", TAKEN_OVER)
     return GIVES_BACK | {"Stage3.gather_parameters": "@contextmanager\n" + function(
-        "def gather_parameters(self):", "self._release_all()", "self.shown = True",
+        "def gather_parameters(self):", "self._release_all()", "self.gathered = True",
         function("try:", "gather_anew(self.all_buckets, self.group)", f"before = {numbers}", "yield",
                  "replicas.check_alike(self.model, self.group)", f"after = {numbers}",
                  function("for bucket in self.all_buckets:", edited)),
-        function("finally:", "self.shown = False", "self._release_all()"))}
+        function("finally:", "self.gathered = False", "self._release_all()"))}
 
 
 SUMS = "[param.detach().sum().item() for param in unit.params]"
@@ -246,8 +246,8 @@ WRONG = {
         r"(?s)parameter 'last.bias' is released.*To look at: each unit must",
         _arrive(restore="pass"), 2),
     "units around are forgotten": Wrong(
-        2, "test_units_inside_a_unit", r"(?s)is released.*so must the units around it \(unit.around\)",
-        unit_turn(needed="[unit]", free=FREE_OTHERS.replace("or unit in other.around", ""))),
+        2, "test_units_inside_a_unit", r"(?s)is released.*so must the units around it \(unit.parents\)",
+        unit_turn(needed="[unit]", free=FREE_OTHERS.replace("or unit in other.parents", ""))),
     "a unit has one bucket": Wrong(
         2, "test_units_of_several_buckets", r"(?s)is released.*To look at: a unit has several buckets",
         _gather(buckets="unit.buckets[:1]") | _arrive(buckets="unit.buckets[:1]")),
@@ -293,7 +293,7 @@ WRONG = {
     "units inside the one at work are freed": Wrong(
         3, "test_units_inside_the_one_at_work_stay",
         r"first forward that calls a block twice, .* when the first backward begins: .* a gather too many",
-        unit_turn(free=FREE_OTHERS.replace(" or unit in other.around", ""))),
+        unit_turn(free=FREE_OTHERS.replace(" or unit in other.parents", ""))),
     "nothing is prefetched": Wrong(
         3, "test_the_next_unit_is_on_its_way",
         r"in the second forward pass rank 0 begins to send what comes after blocks.0 only when .* \(5 of 5 times so\)",
@@ -465,7 +465,7 @@ WRONG = {
         r"\d+ of 54876 parameters did not move .*: these units were still whole in step\(\).* before you update", {
             "Stage3.step": "@torch.no_grad()\n" + function(
                 "def step(self):", "self.reduced_gradients()", function("for bucket in self.buckets:", UPDATE),
-                "self._release_all()", STATISTICS, "self.reducer.spent = True")}, 2),
+                "self._release_all()", STATISTICS, "self.reducer.needs_zero_grad = True")}, 2),
     "updates twice": Wrong(
         5, "test_every_shard_is_updated", r"moved parameters 2 times too far: was the update made more than once\?",
         step(update=UPDATE + "\n" + UPDATE), 3),
@@ -490,10 +490,10 @@ WRONG = {
              "collectives.all_gather(whole, bucket.parameter_shard, group=self.group)")),
     "a barrier at the end of a step": Wrong(
         5, "test_a_step_sends_nothing", r"rank 0 called barrier 1 times in step\(\): all ranks stand still",
-        step(spent=f"self.reducer.spent = True\n{BARRIER}")),
+        step(spent=f"self.reducer.needs_zero_grad = True\n{BARRIER}")),
     "a number of each rank at the end of a step": Wrong(
         5, "test_a_step_sends_nothing", r"rank 0 of 4 called all_reduce 1 times in step\(\), and this model has no",
-        step(spent=f"self.reducer.spent = True\n{NUMBER}")),
+        step(spent=f"self.reducer.needs_zero_grad = True\n{NUMBER}")),
     "running statistics stay each rank's own": Wrong(
         5, "test_statistics_and_a_backward_too_many", r"running mean is .* on rank 1 and .* on rank 0: each rank has",
         step(statistics="")),
@@ -501,7 +501,7 @@ WRONG = {
         5, "test_statistics_and_a_backward_too_many", r"step\(\) number 2 batch norm's running mean is .* on rank 1",
         step(statistics=f"if not self.reducer.steps:\n    {STATISTICS}")),
     "gradients are used twice without a word": Wrong(
-        5, "test_statistics_and_a_backward_too_many", r"It must be an error: set self.reducer.spent in step\(\)",
+        5, "test_statistics_and_a_backward_too_many", r"must be an error: set self.reducer.needs_zero_grad in step\(\)",
         step(spent="")),
     "an evaluation leaves units whole": Wrong(
         5, "test_an_evaluation_leaves_nothing_whole",
@@ -647,7 +647,7 @@ WRONG |= {  # what strangers handed in, and had full marks
             "        optimizers.update_shard(self.optimizer, bucket)"))),
     "a set says in which order units are gathered": Wrong(
         2, "test_units_inside_a_unit", r"in the same order \(a set has none\)",
-        edited("04_parameters", "Stage3._gather_needed", ("[unit, *unit.around]", "{unit, *unit.around}"))),
+        edited("04_parameters", "Stage3._gather_needed", ("[unit, *unit.parents]", "{unit, *unit.parents}"))),
     "edits are compared when they are in the shards": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"were refused on rank 0, but some are in the shards: its",
         edited("04_parameters", "Stage3.gather_parameters",
@@ -656,7 +656,7 @@ WRONG |= {  # what strangers handed in, and had full marks
         3, "test_the_next_unit_is_on_its_way", r"in the second forward pass in eval\(\) mode rank \d begins to send",
         unit_turn(prefetch=PREFETCH.replace("following:", "following and self.model.training:"))),
     "gathers the root and the unit at work, and none between them": Wrong(
-        4, "test_shards_hold_the_mean_gradient", r"blocks end with units inside|the units around it \(unit\.around\)",
+        4, "test_shards_hold_the_mean_gradient", r"blocks end with units inside|the units around it \(unit\.parents\)",
         unit_turn(needed="[self.units[0], unit]"), 2),
     "units are released when backward ends, and not in step()": Wrong(
         5, "test_every_shard_is_updated", r"these units were still whole in step\(\)|are all buckets updated",
@@ -665,10 +665,10 @@ WRONG |= {  # what strangers handed in, and had full marks
     "an error leaves all whole": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"after an error has ended gather_parameters\(\) \d+ p",
         {"Stage3.gather_parameters": "@contextmanager\n" + function(
-            "def gather_parameters(self):", "self._release_all()", "self.shown = True", function(
+            "def gather_parameters(self):", "self._release_all()", "self.gathered = True", function(
                 "try:", function("with whole_parameters(self.all_buckets, self.rank, self.group):", "yield",
-                                 "replicas.check_alike(self.model, self.group)"), "self.shown = False",
-                "self._release_all()"), function("finally:", "self.shown = False"))}),
+                                 "replicas.check_alike(self.model, self.group)"), "self.gathered = False",
+                "self._release_all()"), function("finally:", "self.gathered = False"))}),
 }
 
 RIGHT = {

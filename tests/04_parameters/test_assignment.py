@@ -162,7 +162,7 @@ def test_a_released_parameter_keeps_its_shape(stage_class):
 
 # ------------------------------------------------------------------------------- step 2: gather a unit for its turn
 
-UNITS = "each unit must be whole when its turn comes, the root too, and so must the units around it (unit.around)"
+UNITS = "each unit must be whole when its turn comes, the root too, and so must the units around it (unit.parents)"
 
 
 class Nested(nn.Module):
@@ -452,7 +452,7 @@ def test_units_inside_the_one_at_work_stay(stage_class):
             f"rank {rank} of 2 sent {in_words(sent)} in a first forward that calls a block twice, and an all-gather of "
             f"each unit sends {in_words(psi / 2)}. The block has a unit inside it, blocks.0.inner.0: was that freed "
             "when the block's turn came again, to be gathered once more? Units inside the one at work stay if they "
-            "are whole (unit in other.around). It is the same with the root when the first backward begins: to free "
+            "are whole (unit in other.parents). It is the same with the root when the first backward begins: to free "
             "the last block then costs a gather too many"
         )
 
@@ -698,7 +698,7 @@ def backward_of_units_inside(stage_class):
 
 
 @pytest.mark.step(4, points=5, raised="backward reads a unit's parameters again, so unit_turn gathers in backward, "
-                                      "too, and the units around it (unit.around); and "
+                                      "too, and the units around it (unit.parents); and "
                   "gradients stay in memory until their reduction has ended",
                   stuck="was a reduction under way when the next one began? self.reducing holds one: if it was "
                   "overwritten, nobody has waited for the first")
@@ -1030,7 +1030,7 @@ def test_statistics_and_a_backward_too_many(stage_class):
     for rank, (_, refused) in enumerate(found):
         assert refused, (
             f"backward, step(), backward without zero_grad(): rank {rank} added the second gradient to the first one's "
-            "shards without a word. It must be an error: set self.reducer.spent in step()"
+            "shards without a word. It must be an error: set self.reducer.needs_zero_grad in step()"
         )
 
 

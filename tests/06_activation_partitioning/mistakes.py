@@ -74,7 +74,8 @@ def to_host(copy="copy = tensor.clone()", tell="announce(copy)", end="return cop
 
 
 def keep(kept="kept = self.cut(tensor.detach()) if self.describe(tensor).is_cut else tensor.detach()",
-         host="if self.to_host:\n    return to_host(kept)", end="return kept"):
+         host="if self.to_host:\n    return to_host(kept)",
+         end="return self.place(kept) if self.place and kept.is_floating_point() else kept"):
     return {"_Keeper.keep": function("def keep(self, tensor):", kept, host, end)}
 
 
@@ -105,6 +106,9 @@ WRONG = {
     "a copy of the input is kept besides": Wrong(
         1, "test_only_the_inputs_stay", r"169\.4 kB a block live on rank 0, .*more than the input is kept",
         forward(begin="ctx.inputs = [tensor.clone() for tensor in tensors]")),
+    "the tensors themselves are saved": Wrong(
+        1, "test_only_the_inputs_stay", r"a copy of 42\.\d kB, 8\d\.\d kB a block live .*: is what keeper\.keep",
+        forward(save="ctx.save_for_backward(*tensors)")),
     "forward runs twice": Wrong(
         1, "test_forward_runs_the_function_once", r"the 6 blocks have run \[2, 2, 2, 2, 2, 2\] times",
         forward(begin="run(tensors)")),

@@ -110,15 +110,16 @@ def held_by_a_block(call, **options):
 
 
 def forwards(assignment):
-    """See held_by_a_block; without any checkpoint; the output, and whether a graph leads back from it."""
+    """See held_by_a_block: with checkpoints, without any, and with copies of half the bytes; how often blocks ran."""
     with_checkpoints, runs = held_by_a_block(assignment.checkpoint)
     without, _ = held_by_a_block(plainly)
-    return with_checkpoints, without, runs
+    placed, _ = held_by_a_block(assignment.checkpoint, place=torch.Tensor.half)
+    return with_checkpoints, without, placed, runs
 
 
 @pytest.mark.step(1, points=12)
 def test_only_the_inputs_stay(assignment):
-    for rank, (size, without, _) in enumerate(once(forwards, 2, assignment)):
+    for rank, (size, without, placed, _) in enumerate(once(forwards, 2, assignment)):
         kinds = (
             "the inside of the block is still there: a graph leads to all that was computed. Who records it, and where?"
             if size >= 0.9 * without else
@@ -133,11 +134,15 @@ def test_only_the_inputs_stay(assignment):
             f"{in_words(WHOLE)}: it is lost, and backward will need it. Was it saved? Does forward return a tuple, of "
             "which autograd knows the tensors, and not a list?"
         )
+        assert placed <= 0.6 * WHOLE + SLACK, (
+            f"with a place= that gives a copy of {in_words(WHOLE // 2)}, {in_words(placed)} a block live between "
+            f"forward and backward on rank {rank}: is what keeper.keep(tensor) gives what you save, and nothing else?"
+        )
 
 
 @pytest.mark.step(1, points=3)
 def test_forward_runs_the_function_once(assignment):
-    for rank, (_, _, runs) in enumerate(once(forwards, 2, assignment)):
+    for rank, (*_, runs) in enumerate(once(forwards, 2, assignment)):
         assert set(runs) == {1}, (
             f"rank {rank}: before any backward the {len(runs)} blocks have run {runs} times: in forward each runs once"
         )

@@ -69,7 +69,7 @@ SENT = 'self.host.send(("gradient", bucket.away.number, self.adds), gradient_sha
 def returned(*, scale="self.gradient_scale", options="options_of(self.optimizer)",
              parcel="parcel = self.host.receive()", copied="bucket.parameter_shard.copy_(parcel.tensor)",
              emptied="self.host.emptied(parcel)", known="bucket.away.know(bucket)",
-             told="optimizers.tell_autograd(bucket)", over="yield bucket", first="", turns="self.in_turn()",
+             told="seams.tell('update_ends', bucket)", over="yield bucket", first="", turns="self.in_turn()",
              opt="self.optimizer._opt_called = True"):
     body = [parcel, copied, emptied, known, told, over]
     return {"Offloaded._returned": function(
@@ -87,7 +87,7 @@ def gather(bucket):
                                   async_op=True)
 """
 STATISTICS = "replicas.broadcast_statistics(self.model, self.group)"
-SPENT = "self.reducer.spent = True"
+SPENT = "self.reducer.needs_zero_grad = True"
 GATHERED = "for pending in [gather(bucket) for bucket in self._returned()]:\n    pending.wait()"
 
 
@@ -439,7 +439,7 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
     "Offloaded._returned: `self.host.send(('update', options_of(self.optimizer), scale))` a statement later": ORDER,
     "Offloaded._returned: `self.host.emptied(parcel)` a statement later": ORDER,
     "Offloaded._returned: `bucket.away.know(bucket)` a statement later": ORDER,
-    "Offloaded._returned: `optimizers.tell_autograd(bucket)` a statement later":
+    "Offloaded._returned: `seams.tell('update_ends', bucket)` a statement later":
         "the next bucket is asked for, and so this one told, before a forward computes with this one",
     "GatheredAfter.step: `for pending in gathering:` a statement later": ORDER,
     "GatheredAfter.step: `replicas.broadcast_statistics(self.model, self.group)` a statement later": ORDER,

@@ -833,7 +833,7 @@ def test_who_minds_the_update_is_told(assignment):
         assert refused, (
             f"forward, step(), zero_grad(), and then backward of that forward: rank {rank} let it pass, with "
             "parameters that are not those of the forward any more. Torch refuses it, and autograd must be told of "
-            "each bucket that is back: optimizers.tell_autograd"
+            'each bucket that is back: seams.tell("update_ends", bucket)'
         )
 
 
@@ -1003,7 +1003,7 @@ def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
             assert refused, (
                 f"{name}: backward, step(), backward without zero_grad(): rank {rank} let it pass. It must be an "
                 f"error: "
-                "set self.reducer.spent in step()"
+                "set self.reducer.needs_zero_grad in step()"
             )
             assert alone > 0, (
                 f"{name}: rank 0 alone ran a backward before step(), and step() moved nothing on rank {rank}. Who has "

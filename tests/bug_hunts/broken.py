@@ -170,7 +170,7 @@ class SkipsSpikes(Stage0):
         self.usual = self.latest if self.usual is None else 0.7 * self.usual + 0.3 * self.latest
         if spike:
             self.reduced_gradients()
-            self.reducer.spent = True
+            self.reducer.needs_zero_grad = True
         else:
             super().step()
 
@@ -205,7 +205,7 @@ class ForgetsTheLast(Stage1):
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
             if number < len(self.buckets) - 1:
                 collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket)
-        self.reducer.spent = True
+        self.reducer.needs_zero_grad = True
 
 
 class KeepsAllState(Stage1):

@@ -258,7 +258,7 @@ def test_units():
         "blocks.2.0": ["blocks.2.0.bias", "blocks.2.0.weight"],
     }
     inner = next(unit for unit in found if unit.name == "blocks.0.inner.1")
-    assert {unit.name for unit in inner.around} == {"", "blocks.0"}
+    assert {unit.name for unit in inner.parents} == {"", "blocks.0"}
     assert list(owned(units.find_units(model, [model.first]), model)) == ["", "first"]
     assert list(owned(units.find_units(model, []), model)) == [""]
     with pytest.raises(ValueError, match="not a part of the model"):

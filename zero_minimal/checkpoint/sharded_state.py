@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.core import collectives, optimizers, precision, seams
+from zero_minimal.core import collectives, precision, seams
 from zero_minimal.core.reducer import Hooks
 from zero_minimal.extensions.saved_tensors import values_stay
 from zero_minimal.guards.training_moment import date_gather
@@ -67,7 +67,7 @@ def load_state_dict(stage, state: dict) -> None:
         if bucket.trained:
             bucket.master.copy_(shard)
         bucket.parameter_shard.copy_(shard)
-        optimizers.tell_autograd(bucket)
+        seams.tell("update_ends", bucket)
     fill_buffers(stage.model, state["buffers"])
     for name, param in expected["frozen"].items():
         param.copy_(state["frozen"][name])
@@ -108,7 +108,7 @@ def wrap_gather_parameters(stage) -> None:
 
     @functools.wraps(gather)
     def gather_parameters():
-        if getattr(owner(), "shown", False):
+        if getattr(owner(), "gathered", False):
             return nullcontext()
         date_gather(owner())
         for bucket in owner().buckets:
@@ -128,7 +128,7 @@ def fill_buffers(model: nn.Module, new: dict[str, torch.Tensor]) -> None:
 
 def check_moment(stage) -> None:
     """Raises: RuntimeError if a checkpoint would lose what was done since the last step()."""
-    if getattr(stage, "shown", False):
+    if getattr(stage, "gathered", False):
         raise RuntimeError("leave gather_parameters() before you save: what is changed inside of "
                            "it comes to the shards at its end")
     if accumulated(stage.reducer) and not stage.reducer.skipped:

@@ -94,7 +94,7 @@ class ExecutionOrder:
             self._first_call.setdefault(unit, begin)
 
     def _before_forward(self, unit: Unit, module: nn.Module, _) -> None:
-        if self.stage.shown:  # all is whole; one rank alone may be running
+        if self.stage.gathered:  # all is whole; one rank alone may be running
             return
         at_work = [one for _, one, _ in self.under_way]
         if module is not unit.module and (at_work if unit is self.root else unit in at_work):

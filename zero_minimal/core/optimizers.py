@@ -35,14 +35,9 @@ def changes_parameters(update: Callable) -> Callable:
         seams.tell("update_begins", bucket)
         precision.keep_changes(bucket)
         update(optimizer, bucket, *args, **kwargs)
-        tell_autograd(bucket)
+        seams.tell("update_ends", bucket)  # a listener tells autograd, which did not see the change
 
     return told
-
-
-def tell_autograd(bucket: Bucket) -> None:
-    """Autograd did not see the parameters change: a listener tells it."""
-    seams.tell("update_ends", bucket)
 
 
 @changes_parameters

@@ -81,7 +81,7 @@ class Reducer:
         self.reduced = False  # every bucket was handed over since the last pass began
         self.running = False  # a backward pass is under way
         self.accumulating = False  # passes hand over nothing
-        self.spent = False  # step() has used the gradients, and zero_grad() was not called since
+        self.needs_zero_grad = False  # since step() has used the gradients
         self._reset()
         stage.model.register_forward_hook(WeakHook(Reducer.watch_output, self))
         for param in self.buckets_of:  # before autograd adds anything to .grad
@@ -215,5 +215,5 @@ class Reducer:
     def forget(self) -> None:
         """zero_grad(), perhaps after a backward pass that failed half-way: start afresh."""
         tell("gradients_dropped", self)
-        self.reduced = self.running = self.spent = False
+        self.reduced = self.running = self.needs_zero_grad = False
         self._reset()

@@ -25,7 +25,7 @@ class Unit:
     name: str
     module: nn.Module
     params: list[nn.Parameter] = field(default_factory=list)
-    around: list["Unit"] = field(default_factory=list)  # those that enclose it: they stay with it
+    parents: list["Unit"] = field(default_factory=list)  # those that enclose it: they stay with it
     buckets: list[Bucket] = field(default_factory=list)
     whole: bool = False  # its parameters can be read
     gathering: list = field(default_factory=list)  # all-gathers under way
@@ -45,7 +45,7 @@ def find_units(model: nn.Module, units: Iterable[nn.Module] | None = None) -> li
     for module in sorted(set(modules), key=list(names).index):
         found.setdefault(module, Unit(names[module], module))
     for unit in found.values():
-        unit.around = [other for other in found.values()
+        unit.parents = [other for other in found.values()
                        if other is not unit and unit.module in other.module.modules()]
     for param, owners in _owners(found).items():
         (owners[0] if len(owners) == 1 else root).params.append(param)

@@ -180,8 +180,8 @@ def refuse_alone(*what) -> None:
 
 @seams.at("unit_is_whole")
 def lend(order: ExecutionOrder, unit: Unit) -> None:
-    at_work = {one for _, called, _ in order.under_way for one in (called, *called.around)}
-    for one in (unit, *unit.around):
+    at_work = {one for _, called, _ in order.under_way for one in (called, *called.parents)}
+    for one in (unit, *unit.parents):
         if one in at_work:
             external_parameters.take_back(one.params)
         elif one.whole:

@@ -33,13 +33,14 @@ def count_pass(reducer) -> None:
 
 @seams.at("gradients_dropped")
 def count_step(reducer) -> None:
-    reducer.scaled = _scale_in_words(reducer.stage.gradient_scale) if reducer.spent else ""
-    reducer.steps, reducer.passes = reducer.steps + reducer.spent, 0
+    stepped = reducer.needs_zero_grad
+    reducer.scaled = _scale_in_words(reducer.stage.gradient_scale) if stepped else ""
+    reducer.steps, reducer.passes = reducer.steps + stepped, 0
 
 
 def steps_taken(stage) -> int:
     """How often step() has run; 0 or 1 where the guards are off, and nothing counts."""
-    return getattr(stage.reducer, "steps", 0) + stage.reducer.spent
+    return getattr(stage.reducer, "steps", 0) + stage.reducer.needs_zero_grad
 
 
 def date_gather(stage) -> None:

@@ -28,7 +28,7 @@ def forget(reducer) -> None:
 
 def accumulated(reducer) -> bool:
     """Whether there are gradients that no step() has used."""
-    return reducer.begun and not reducer.spent
+    return reducer.begun and not reducer.needs_zero_grad
 
 
 def watch_output(reducer, module, inputs, output) -> None:
@@ -50,7 +50,7 @@ def refuse_second(reducer, *_) -> None:
 
 def refuse_used(reducer) -> None:
     """Raises: RuntimeError if there are gradients to which no pass may add."""
-    if reducer.spent:
+    if reducer.needs_zero_grad:
         which = getattr(reducer.stage.buckets[0], "model", "") or " of model 1"
         raise RuntimeError(f"call zero.zero_grad() after zero.step(){which}, a "
                            f"{type(reducer.stage.model).__name__}: this backward() comes to its "

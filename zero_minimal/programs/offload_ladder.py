@@ -68,7 +68,7 @@ class GradientsAway(LeavesAtOnce, Stage2):
             self.host.emptied(parcel)
             collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket)
         replicas.broadcast_statistics(self.model, self.group)
-        self.reducer.spent = True
+        self.reducer.needs_zero_grad = True
 
 
 @dataclass(frozen=True)

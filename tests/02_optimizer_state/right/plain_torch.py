@@ -57,7 +57,7 @@ class Part:
 class Stage1:
     def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=2**22, param_groups=None, **options):
         self.model, self.group, self.gradient_scale = model, group, None
-        self.spent = self.fresh = self.quiet = False
+        self.needs_zero_grad = self.fresh = self.quiet = False
         groups = param_groups or [{"params": list(model.parameters())}]
         self.parts, shards = [], []
         for entry in groups:
@@ -73,7 +73,7 @@ class Stage1:
                 param.register_hook(self.comes)
 
     def comes(self, gradient):
-        if self.spent:
+        if self.needs_zero_grad:
             raise RuntimeError("call zero_grad() after step()")
         self.fresh = True
 
@@ -112,10 +112,10 @@ class Stage1:
             all_gather(part.whole, part.own.clone(), group=self.group)
         for buffer in self.model.buffers():
             dist.broadcast(buffer, group=self.group, group_src=0)
-        self.spent = True
+        self.needs_zero_grad = True
 
     def zero_grad(self):
-        self.spent = self.fresh = False
+        self.needs_zero_grad = self.fresh = False
         self.gradient_scale = None
         for part in self.parts:
             part.mean = None

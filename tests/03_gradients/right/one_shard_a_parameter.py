@@ -82,7 +82,7 @@ class Stage2(Hooks):
             all_gather(bucket.parameters, bucket.parameter_shard.clone(), group=self.group)
         for buffer in self.model.buffers():
             dist.broadcast(buffer, 0, group=self.group)
-        self.reducer.spent = True
+        self.reducer.needs_zero_grad = True
 
     def zero_grad(self):
         self.reducer.forget()

@@ -29,7 +29,7 @@ class Stage2:
             **options,
         )
         self.gradients, self.ready, self.waiting, self.running = {}, set(), list(self.params), False
-        self.spent = self.reduced = False
+        self.needs_zero_grad = self.reduced = False
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.arrived)
 
@@ -37,7 +37,7 @@ class Stage2:
         return dist.get_global_rank(self.group or dist.group.WORLD, rank)
 
     def arrived(self, param):
-        if self.spent:
+        if self.needs_zero_grad:
             raise RuntimeError("zero_grad() first")
         if not self.running:
             self.running = True
@@ -89,11 +89,11 @@ class Stage2:
             dist.broadcast(param.data, self.world_rank(self.owner[param]), group=self.group)
         for buffer in self.model.buffers():
             dist.broadcast(buffer, self.world_rank(0), group=self.group)
-        self.spent = True
+        self.needs_zero_grad = True
 
     def zero_grad(self):
         self.gradients.clear()
-        self.gradient_scale, self.spent, self.reduced = None, False, False
+        self.gradient_scale, self.needs_zero_grad, self.reduced = None, False, False
         self.waiting, self.ready, self.running = list(self.params), set(), False  # a backward may have failed
 
     @contextlib.contextmanager

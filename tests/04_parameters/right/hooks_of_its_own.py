@@ -102,7 +102,7 @@ class Stage3:
             {**entry, "params": [part.master for part in self.parts if part.index == place]}
             for place, entry in enumerate(groups)], **options)
         self.before, self.now = {"forward": [], "backward": []}, []
-        self.kind, self.calls, self.running, self.spent, self.shown = "forward", [], False, False, False
+        self.kind, self.calls, self.running, self.needs_zero_grad, self.gathered = "forward", [], False, False, False
         self.reduced = set()
         for unit in self.units:
             unit.module.register_forward_pre_hook(lambda module, _, unit=unit: self.forward_begins(unit), prepend=True)
@@ -151,7 +151,7 @@ class Stage3:
         self.before[self.kind], self.kind, self.now = self.now, kind, []
 
     def forward_begins(self, unit):
-        if self.shown:
+        if self.gathered:
             return
         if not self.running:
             if unit is self.units[0]:
@@ -162,7 +162,7 @@ class Stage3:
         self.turn(unit)
 
     def forward_ended(self, unit, output):
-        if self.shown:
+        if self.gathered:
             return
         if output.requires_grad:
             output.register_hook(lambda gradient: self.backward_comes_to(unit))
@@ -171,7 +171,7 @@ class Stage3:
 
     def backward_comes_to(self, unit):
         if not self.running:
-            if self.spent:
+            if self.needs_zero_grad:
                 raise RuntimeError("zero_grad() first")
             self.running = True
             self.begin("backward")
@@ -227,17 +227,17 @@ class Stage3:
             part.shard.copy_(part.master)
         for buffer in self.model.buffers():
             dist.broadcast(buffer, dist.get_global_rank(self.group or dist.group.WORLD, 0), group=self.group)
-        self.spent = True
+        self.needs_zero_grad = True
 
     def zero_grad(self):
         for part in self.parts:
             part.gradient = None
-        self.gradient_scale, self.spent = None, False
+        self.gradient_scale, self.needs_zero_grad = None, False
 
     @contextlib.contextmanager
     def gather_parameters(self):
         self.release_all()
-        self.shown = True
+        self.gathered = True
         for unit in self.units:
             unit.arrive()
         before = [part.shard.clone() for unit in self.units for part in unit.parts]
@@ -251,10 +251,10 @@ class Stage3:
             if unlike:
                 raise RuntimeError("edits must be alike on all ranks")
         except BaseException:
-            self.shown = False
+            self.gathered = False
             self.release_all()
             for part, shard in zip([part for unit in self.units for part in unit.parts], before, strict=True):
                 part.shard.copy_(shard)
             raise
-        self.shown = False
+        self.gathered = False
         self.release_all()

@@ -60,7 +60,7 @@ class Sharded:
 class Stage3(Hooks):
     def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=None, param_groups=None, **options):
         groups = set_up.parameter_groups(model, param_groups)
-        self.model, self.group, self.gradient_scale, self.shown = model, group, None, False
+        self.model, self.group, self.gradient_scale, self.gathered = model, group, None, False
         index = {param: place for place, entry in enumerate(groups) for param in entry["params"]}
         self.units = find_units(model)
         for unit in self.units:
@@ -76,9 +76,9 @@ class Stage3(Hooks):
 
     def unit_turn(self, unit, following):
         for other in self.units:
-            if other is not unit and other is not following and unit not in other.around and other not in unit.around:
+            if other is not unit and other is not following and unit not in other.parents and other not in unit.parents:
                 self.leave(other)
-        for one in (unit, *unit.around):
+        for one in (unit, *unit.parents):
             self.come(one)
             if not one.whole:
                 for part in one.buckets:
@@ -136,7 +136,7 @@ class Stage3(Hooks):
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
         replicas.broadcast_statistics(self.model, self.group)
-        self.reducer.spent = True
+        self.reducer.needs_zero_grad = True
 
     def zero_grad(self):
         self.reducer.forget()
@@ -147,7 +147,7 @@ class Stage3(Hooks):
     @contextmanager
     def gather_parameters(self):
         self.leave_all()
-        self.shown = True
+        self.gathered = True
         parts = [part for unit in self.units for part in unit.buckets]
         for part in parts:
             part.come()
@@ -159,6 +159,6 @@ class Stage3(Hooks):
                 whole = nn.functional.pad(part.params[0].data.flatten(), (0, part.padded - part.size))
                 part.parameter_shard.copy_(whole.chunk(part.count)[part.rank])
         finally:
-            self.shown = False
+            self.gathered = False
             for part in parts:
                 part.go()

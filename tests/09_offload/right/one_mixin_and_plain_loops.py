@@ -197,7 +197,7 @@ class Mixin:
             bucket.parameter_shard[:] = parcel.tensor
             self.host.emptied(parcel)
             bucket.away.know(bucket)
-            optimizers.tell_autograd(bucket)
+            seams.tell("update_ends", bucket)
             if not whole:
                 under_way.append(collectives.all_gather(
                     bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket, async_op=True))
@@ -206,7 +206,7 @@ class Mixin:
         while under_way:
             under_way.popleft().wait()
         replicas.broadcast_statistics(self.model, self.group)
-        self.reducer.spent = self.optimizer._opt_called = True
+        self.reducer.needs_zero_grad = self.optimizer._opt_called = True
 
 
 class Offloaded1(Mixin, Stage1):

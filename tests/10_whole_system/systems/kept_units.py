@@ -19,7 +19,7 @@ class KeptUnits(Stage3):
         super().__init__(model, optimizer_class, **options)
 
     def unit_turn(self, unit, following):
-        needed = [unit, *unit.around]
+        needed = [unit, *unit.parents]
         if not self.reducer.running:
             for other in self.units:
                 if other.whole and other not in needed and other.module not in self.kept:
