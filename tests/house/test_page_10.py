@@ -69,7 +69,7 @@ def test_what_the_first_command_shows():
 def test_the_rule_is_of_the_run():
     peaks = LADDER["model parallel"]["peak"], WORTH["none"]["peak"], LADDER["C4"]["peak"]
     none, some, all_of_c4 = (f"{peak / MB:.1f}" for peak in peaks)
-    told = f"P_os+g lowers the peak from {none} to {some} MB, and the rest of C4 raises it again, to {all_of_c4}"
+    told = f"P_os+g lowers the peak from {none} to {some} MB, and C4's slabs and buffers raise it again, to {all_of_c4}"
     assert told in PROSE
     assert f"On the left below, zero is {peaks[1] / MB:.1f} MB" in PROSE
 
