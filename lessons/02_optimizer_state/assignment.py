@@ -208,8 +208,8 @@ class Stage1(Hooks):
     def step(self) -> None:
         """Update this rank's shards and all-gather: a bucket travels while the next is updated."""
         # step 3: every rank has all new parameters, each updated by its owner with
-        # self.gradient_scale. Buffers (running statistics of batch norm) are those of rank 0.
-        # Backward is over, also where none ran. Another backward before zero_grad() is refused.
+        # self.gradient_scale. Buffers (running statistics of batch norm) are those of rank 0. It
+        # also works on a rank that ran no backward. Another backward before zero_grad() is refused.
         # - self.reduced_gradients(): ends what is left of backward
         # - collectives.all_gather(output [N·s], input [s], group=…, async_op=True): the inputs of
         #   all ranks, in rank order. input may be this rank's part of output. Returns a Work at

@@ -74,7 +74,7 @@ class Stage2(Hooks):
         # and self.reducing, a Reduction, says so. At most one bucket is on its way, and at most one
         # has whole gradients in self.memory. No .grad is left that no later bucket needs.
         # - done: the parameters whose .grad no later bucket needs
-        # - self.memory.whole(bucket): a new vector [padded], zeros where there is no .grad now
+        # - self.memory.whole(bucket): a new vector [padded] of zeros
         # - self.memory.shard(bucket): a new vector [padded / N], not filled
         # - bucket.fuse_gradients(whole [padded]): copies what is in param.grad to its place in
         #   whole, and leaves the rest of it
@@ -125,7 +125,7 @@ class Stage2(Hooks):
         """Update this rank's shards and all-gather: a bucket travels while the next is updated."""
         # step 2: every rank has all new parameters, each updated by its owner with
         # self.gradient_scale times the mean gradient. Buffers (running statistics of batch norm)
-        # are those of rank 0. Backward is over, also where none ran. Another backward before
+        # are those of rank 0. It also works on a rank that ran no backward. Another backward before
         # zero_grad() is refused.
         # - self.reduced_gradients(): ends what is left of backward
         # - self.gradient_scale: None, or what gradients are multiplied with

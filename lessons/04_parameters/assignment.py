@@ -183,8 +183,8 @@ class Stage3(Hooks):
         # and self.reducing, a Reduction, says so. At most one bucket is on its way, and at most one
         # has whole gradients in self.memory. No .grad of this bucket is left.
         # - done: the parameters of the bucket
-        # - self.memory.whole(bucket), self.memory.shard(bucket): a new vector [padded], zeros where
-        #   there is no .grad now; a new one [padded / N], not filled
+        # - self.memory.whole(bucket), self.memory.shard(bucket): a new vector [padded] of zeros; a
+        #   new one [padded / N], not filled
         # - bucket.fuse_gradients(whole [padded]): copies every param.grad to its place in whole,
         #   and leaves the rest of it
         # - collectives.reduce_scatter(output [s], input [N·s], op="avg" or "sum", group=…,
@@ -230,8 +230,8 @@ class Stage3(Hooks):
         # step 5: the optimizer has updated each shard, with self.gradient_scale times the mean
         # gradient, and no unit is whole. What was changed in place before is in the shards. Inside
         # gather_parameters() it raises before anything is sent. Running statistics are those of
-        # rank 0. Backward is over, also where none ran. Another backward before zero_grad() is
-        # refused.
+        # rank 0. It also works on a rank that ran no backward. Another backward before zero_grad()
+        # is refused.
         # - self.reduced_gradients(): ends what is left of backward, and may send
         # - self.buckets: those of trained parameters
         # - optimizers.update_shard(optimizer, bucket, scale): one optimizer step on this rank's

@@ -122,11 +122,9 @@ class Left:
             self._aside = False
 
     def take_away(self) -> None:
-        """The next pass begins: remove placeholders. The pass adds to gradients that are there."""
+        """The next pass begins, and adds to gradients that are there; or zero_grad(): remove
+        placeholders."""
         _take_away(self._grads)
-        self.forget()
-
-    def forget(self) -> None:
         self._grads.clear()
         self._aside = False
 
@@ -164,5 +162,5 @@ def leave(reducer) -> None:
 
 
 @seams.at("gradients_dropped")
-def forget(reducer) -> None:
-    reducer.left.forget()
+def take_away(reducer) -> None:
+    reducer.left.take_away()
