@@ -720,6 +720,10 @@ def test_the_loss_is_that_of_whole_logits(assignment, world_size):
             told = f"the loss is {ours[1]:.6g}, and {wanted[1]:.6g} is right"
             look = suspect(ours[1], wanted[0], tokens_of(0, tokens)[1], world_size)
             assert near(ours[1], wanted[1], 1e-4), f"{told}, {where} and with {largest}. {look}"
+            other = ranks[0][name][1]
+            assert torch.equal(ours[1], other), (
+                f"with {largest} the loss is {ours[1]:.9g} {where}, and {other:.9g} on rank 0: the same to the last "
+                "digit is right, so all ranks must add in one order")
             gradients = [one[name][2] for one in ranks]
             assert near(gradients[rank], wanted[2], 1e-3), (
                 f"the loss {where} is right, with {largest}. The gradient of x, of which the logits are made, is not: "
