@@ -422,6 +422,7 @@ def test_broken_files_have_a_reason(tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(480)  # 141 s where nothing else runs
 def test_one_track_through_the_whole_grader(tmp_path):
     (file := tmp_path / "system.py").write_text(KEPT.read_text())
     found = open_part.judge(file, TRACKS[:1])[0]
