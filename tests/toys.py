@@ -263,7 +263,7 @@ def step_of(zero, step):
 def whole_parameters(zero):
     """Copies of all parameters, in the order of the model."""
     # not there in the lesson that builds the collectives
-    from zero_minimal.guards.reads_of_freed_parameters import is_released
+    from zero_minimal.guards.trained_by import is_released
 
     gather = zero.gather_parameters if any(map(is_released, zero.model.parameters())) else contextlib.nullcontext
     with gather():

@@ -17,7 +17,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from zero_minimal.guards.reads_of_freed_parameters import is_released
+from zero_minimal.guards.trained_by import is_released
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -73,7 +73,7 @@ class Stage2(Hooks):
         # first wait for the bucket before, under way while autograd made these gradients: its
         # memory is free before this one takes as much
         self._wait()
-        whole = self.memory.whole(bucket)  # [padded], zeros: for missing gradients
+        whole = self.memory.whole(bucket)  # [padded], zeros: what a missing gradient counts as
         bucket.fuse_gradients(whole)
         for param in done:
             param.grad = None  # frees what autograd made: all of it has been copied

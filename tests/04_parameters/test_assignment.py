@@ -52,7 +52,8 @@ from turns_seen import BLOCKS, Marks, Sight, Tower, block_bytes, numbers, seeded
 
 from zero_minimal.core import seams
 from zero_minimal.core.units import Unit
-from zero_minimal.guards.reads_of_freed_parameters import FreedParameter, is_released
+from zero_minimal.guards.reads_of_freed_parameters import FreedParameter
+from zero_minimal.guards.trained_by import is_released
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -46,7 +46,7 @@ def find_units(model: nn.Module, units: Iterable[nn.Module] | None = None) -> li
         found.setdefault(module, Unit(names[module], module))
     for unit in found.values():
         unit.parents = [other for other in found.values()
-                       if other is not unit and unit.module in other.module.modules()]
+                        if other is not unit and unit.module in other.module.modules()]
     for param, owners in _owners(found).items():
         (owners[0] if len(owners) == 1 else root).params.append(param)
     return [unit for unit in found.values() if unit.params or unit is root]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
 from zero_minimal.core.weak_hooks import WeakHook
-from zero_minimal.guards.trained_by import LEFT_BEHIND, trained_by
+from zero_minimal.guards.trained_by import LEFT_BEHIND, is_released, trained_by
 
 MAY_ASK = (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn",
@@ -78,11 +78,6 @@ def becomes_released(param: nn.Parameter) -> None:
 def becomes_plain(param: nn.Parameter) -> None:
     if isinstance(param, FreedParameter):
         param.__class__ = nn.Parameter
-
-
-def is_released(param: nn.Parameter) -> bool:
-    """Whether its values are gone for now."""
-    return getattr(param, "_zero_released", False)
 
 
 def refuse_left_behind(module: nn.Module, *_) -> None:

@@ -20,7 +20,7 @@ from zero_minimal.core import seams
 from zero_minimal.core.units import gather_anew
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards.ownership import refuse_no_module
-from zero_minimal.guards.reads_of_freed_parameters import is_released
+from zero_minimal.guards.trained_by import is_released
 
 
 @seams.at("model_given")

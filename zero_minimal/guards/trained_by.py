@@ -1,4 +1,4 @@
-"""Trained by: which stage trains a parameter.
+"""Trained by: which stage trains a parameter, and whether its values are here.
 
 At stage 3 the parameters are lost with the stage: to use the model after that is an error.
 """
@@ -35,3 +35,8 @@ def trained_by(param: torch.Tensor):
     """The stage that trains a parameter, or None."""
     mark = vars(param).get("_zero_stage")
     return mark.stage if isinstance(mark, Mark) else mark
+
+
+def is_released(param: torch.Tensor) -> bool:
+    """Whether its values are gone for now."""
+    return getattr(param, "_zero_released", False)

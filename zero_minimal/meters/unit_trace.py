@@ -16,7 +16,7 @@ import torch.distributed as dist
 from zero_minimal.core import seams, work
 from zero_minimal.core.layout import same_storage
 from zero_minimal.core.units import Unit
-from zero_minimal.guards.reads_of_freed_parameters import is_released
+from zero_minimal.guards.trained_by import is_released
 from zero_minimal.meters.events import Events
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.owners import OF_A_BUCKET

@@ -10,6 +10,7 @@ from torch import Tensor, optim
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.core import collectives
+from zero_minimal.core.gradient_memory import GradientMemory
 from zero_minimal.core.mesh import Mesh
 from zero_minimal.defragmentation import Slab
 from zero_minimal.meters.memory import Ledger
@@ -38,8 +39,7 @@ class BuffersAlone(ConstantMemory):
         super().__init__(buckets, group)
         del self.slab, self.home_of
 
-    def shard(self, bucket) -> Tensor:
-        return torch.empty_like(bucket.parameter_shard)
+    shard = GradientMemory.shard
 
 
 class SlabAlone(ConstantMemory):
@@ -49,11 +49,7 @@ class SlabAlone(ConstantMemory):
         super().__init__(buckets, group)
         del self.constant_buffers
 
-    def whole(self, bucket) -> Tensor:
-        return bucket.zeros()
-
-    def give_back(self, whole: Tensor) -> None:
-        collectives.free(whole)
+    whole, give_back = GradientMemory.whole, GradientMemory.give_back
 
 
 @dataclass(frozen=True)
