@@ -41,7 +41,7 @@ class Settings:
     heads: int = option(8, "attention heads; they must divide --hidden")
     sequence: int = option(64, "tokens in a sequence; a token is a byte")
     batch: int = option(4, "sequences in a micro-batch of one rank")
-    steps: int = option(400, "optimizer steps")
+    steps: int = option(120, "optimizer steps")
     accumulate: int = option(1, "micro-batches in an optimizer step")
     clip: float = option(0.0, "largest global norm of the gradient; 0: do not clip")
     dtype: str = option("fp32", "of parameters and gradients: " + ", ".join(DTYPES))
