@@ -662,6 +662,16 @@ WRONG |= {  # what strangers handed in, and had full marks
         5, "test_every_shard_is_updated", r"these units were still whole in step\(\)|are all buckets updated",
         edited("04_parameters", "Stage3.step", ("    self._release_all()", "    pass"))
         | edited("04_parameters", "Stage3.backward_ends", ("self._wait()", "self._wait()\n    self._release_all()"))),
+    "step() frees without carrying edits over": Wrong(
+        5, "test_an_evaluation_leaves_nothing_whole", r"of the root, were changed in place, at its turn in a training",
+        edited("04_parameters", "Stage3.step", ("    self._release_all()", """
+    if self.gathered:
+        self._release_all()
+    for unit in self.units:
+        self._arrive(unit)
+        for bucket in unit.buckets:
+            self._free(bucket)
+        unit.whole = False"""))),
     "an error leaves all whole": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"after an error has ended gather_parameters\(\) \d+ p",
         {"Stage3.gather_parameters": "@contextmanager\n" + function(

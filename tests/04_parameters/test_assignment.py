@@ -613,8 +613,8 @@ def edited(stage_class):
 
 # in each pass, one after the other: when something is changed, and of which unit
 CHANGED = (("forward", "blocks.1"), ("forward", "blocks.2"), ("forward", "first"), ("an evaluation", "blocks.3"),
-           ("backward", "blocks.4"), ("an evaluation", ""))
-UNITS_CHANGED = {"blocks.2": ", all of which is frozen,", "first": ", of the root,"}
+           ("backward", "blocks.4"), ("a training step with lr=0", "last"), ("an evaluation", ""))
+UNITS_CHANGED = {"blocks.2": ", all of which is frozen,", "first": ", of the root,", "last": ", of the root,"}
 
 
 def frozen_in_part():
@@ -642,8 +642,12 @@ def changed(stage_class, passes):
         with torch.set_grad_enabled(when != "an evaluation"):
             loss = zero.model(*numbers(rank, step))
         losses.append(loss.item())
-        if when == "backward":
+        if when in ("backward", "a training step with lr=0"):
             loss.backward()
+            if when != "backward":
+                for group in zero.optimizer.param_groups:
+                    group["lr"] = 0.0
+                zero.step()
             zero.zero_grad()
         if hook:
             hook.remove()
