@@ -772,8 +772,8 @@ def test_the_norm_is_computed_in_fp32(assignment):
             for rank, norm in enumerate(found):
                 assert norm == pytest.approx(right, rel=5e-4), (
                     f"C4 with a model in {dtype}, whose loss was multiplied by 1024: the norm is {right:.5g}, and rank "
-                    f"{rank} found {norm:.5g}. Before it is scaled its square is {(right / SCALE)**2:.2g}. fp16 reaches "
-                    "to 65,504, and bf16 keeps 3 digits: in which dtype are they computed?"
+                    f"{rank} found {norm:.5g}. Before it is scaled its square is {(right / SCALE)**2:.2g}. fp16 "
+                    "reaches to 65,504, and bf16 keeps 3 digits: in which dtype are they computed?"
                 )
 
 
