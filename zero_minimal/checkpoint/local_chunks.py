@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zero_minimal.checkpoint import as_json
 from zero_minimal.checkpoint.chunks import Chunk, Place, chunks
@@ -268,10 +269,13 @@ def _numbers(holding: Holding) -> dict[str, dict]:
         once = {key: value for key, value in _state(holding.stage, bucket).items()
                 if f"optimizer/{key}" not in of_elements}
         for key, value in once.items():
-            if isinstance(value, torch.Tensor) and value.numel() != 1:
-                raise ValueError(f"{type(holding.stage.optimizer).__name__} keeps {key!r} of "
-                                 f"{list(value.shape)} for a shard of {list(bucket.master.shape)}: "
-                                 "only state of each element, and single numbers, can be saved")
+            for each in tree_leaves(value):  # of a list, too: each rank's has other numbers
+                if isinstance(each, torch.Tensor) and each.numel() != 1:
+                    raise ValueError(
+                        f"{type(holding.stage.optimizer).__name__} keeps {key!r} of "
+                        f"{list(each.shape)} for a shard of {list(bucket.master.shape)}: only "
+                        "single numbers, and tensors of the shard's shape that lie directly in "
+                        "self.state[param], can be saved")
         for param in bucket.params:
             numbers[holding.names[param]] = as_json.encoded(once, "zero.optimizer.state")
     return numbers

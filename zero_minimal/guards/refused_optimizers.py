@@ -1,16 +1,18 @@
 """Optimizers that cannot update a shard, and calls of the optimizer that bypass the stage, are
 refused.
 
-Seams: optimizer_given, wrapped.
+Seams: optimizer_given, wrapped, update_begins.
 Mistakes: Muon, LBFGS or Adafactor, which look at whole matrices; an optimizer that counts its own
-steps; optimizer.step() and add_param_group(), of which the stage would not know.
+steps, skips a step, asks for a group's number or for an attribute of a parameter; optimizer.step(),
+add_param_group() and optimizer.state[param], of which the stage would not know.
 """
 
 import weakref
+from collections import defaultdict
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, optimizer
 from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
@@ -19,17 +21,29 @@ from zero_minimal.guards.same_on_all_ranks import in_numbers
 
 STEPS = 32  # of the trial: some optimizers begin like SGD, and look at whole matrices later
 
-_passed: set[tuple] = set()  # (class, its options): one trial of each is enough for a process
+# (class, its options): one trial of each is enough for a process, and which attributes it asked for
+_passed: dict[tuple, set[str]] = {}
+
+
+class Sample(nn.Parameter):
+    """A parameter of a trial. It notes which attributes an optimizer asks it for in vain."""
+
+    asked: set[str] = set()
+
+    def __getattr__(self, name: str):
+        self.asked.add(name)
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
 
 def check_element_wise(
     optimizer_class: type[Optimizer], options: dict, group: dict | None = None
-) -> None:
-    """Try the optimizer on a small matrix, whole and in two halves that step separately: both must
-    agree. `group`: options of a single group of parameters.
+) -> set[str]:
+    """Try the optimizer on two small matrices in two groups, as they are, and on parts that step
+    separately: both must agree. `group`: options of a single group of parameters. Returns the names
+    of the attributes that it asked its parameters for, and that no parameter has.
 
     Raises: TypeError for an optimizer that is not a class, or options it does not take; ValueError
-        if the halves and the whole end differently, or if it counts its steps outside its state, or
+        if the parts and the whole end differently, or if it counts its steps outside its state, or
         cannot step without a closure or on a flat tensor.
     """
     if not isinstance(optimizer_class, type):
@@ -38,7 +52,7 @@ def check_element_wise(
     name, group = optimizer_class.__name__, group or {}
     trial = (optimizer_class, repr(options), repr(group))
     if trial in _passed:
-        return
+        return _passed[trial]
     refusal = (f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or "
                "another that is")
     try:
@@ -48,53 +62,76 @@ def check_element_wise(
         raise TypeError(f"{name} does not take these options: {error}") from None
     # with tiny steps no difference would show
     options, group = ({**each, "lr": 0.1} if "lr" in each else each for each in (options, group))
-    try:
-        moved, in_halves, counted = _tried(optimizer_class, options, group)
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{refusal} (its step() on a flat shard, without arguments, raised: "
-                         f"{error})") from None
-    if counted:
-        raise ValueError(f"{name} goes by what it keeps of its steps in {counted[0]!r}, for all "
-                         "parameters, and here its step() is called once for each bucket: let "
-                         "it keep that in self.state[param], as Adam does")
-    if not torch.allclose(moved, in_halves, rtol=1e-3, atol=1e-3 * moved.abs().max().item()):
-        raise ValueError(f"{refusal}: one that does to a flat part of a parameter what it does to "
-                         "the whole, and asks for no shape, norm or mean")
-    _passed.add(trial)
+    Sample.asked = set()
+    for kind, gradients in _gradients().items():
+        try:
+            whole, in_parts, counted = _tried(optimizer_class, options, group, gradients)
+        except Exception as error:
+            raise ValueError(f"{refusal} (its step() on a flat shard, without arguments, {kind}, "
+                             f"raised {type(error).__name__}: {error})") from None
+        if counted:
+            raise ValueError(f"{name} goes by what it keeps of its steps in {counted[0]}, for all "
+                             "parameters, and here its step() is called once for each bucket: let "
+                             "it keep that in self.state[param], as Adam does")
+        farthest = whole.nan_to_num(0, 0, 0).abs().max().item()
+        if not torch.allclose(whole, in_parts, 1e-3, 1e-3 * farthest, equal_nan=True):
+            raise ValueError(f"{refusal}: one that does to a flat part of a parameter what it does "
+                             "to the whole, asks for no shape, norm or mean, nor for the number "
+                             "of its group, and skips no step: leave zero.step() out where "
+                             "zero.clip_grad_norm_() returns what is not finite. (What showed it: "
+                             f"a trial {kind}.)")
+    _passed[trial] = Sample.asked
+    return Sample.asked
+
+
+def _gradients() -> dict[str, list[torch.Tensor]]:
+    """Gradients [2, 4, 8] of the trials' steps, for two matrices: by what is found with them."""
+    generator = torch.Generator().manual_seed(0)
+    kind = dict(generator=generator, dtype=torch.float32)  # whatever the user's default is
+    random = [torch.randn(2, 4, 8, **kind) * 10 ** (step % 3 - 1) for step in range(STEPS)]
+    for gradient in random[::2]:  # what is large for one half is not for the other
+        gradient[:, 2:] *= 10
+    infinite = random[0].clone()
+    infinite[1, 0, 0] = float("inf")
+    return {
+        "with random gradients": random,
+        "with gradients of zero": [torch.zeros_like(infinite)] * 4,  # decay alone
+        "with a gradient that is infinite": [random[1], infinite, random[2]],
+    }
 
 
 def _tried(
-    optimizer_class: type[Optimizer], options: dict, group: dict
+    optimizer_class: type[Optimizer], options: dict, group: dict, gradients: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """How far a matrix [4, 8] moves in STEPS steps, whole and in two halves; and the names of the
-    optimizer's attributes and options that were equal before both trials, and differ after them."""
-    generator = torch.Generator().manual_seed(0)
-    kind = dict(generator=generator, dtype=torch.float32)  # whatever the user's default is
-    start = torch.randn(4, 8, **kind)
-    gradients = [torch.randn(4, 8, **kind) * 10 ** (step % 3 - 1) for step in range(STEPS)]
-    for gradient in gradients[::2]:  # what is large for one half is not for the other
-        gradient[2:] *= 10
-    whole = nn.Parameter(start.clone())
-    halves = [nn.Parameter(half.clone()) for half in start.view(-1).split(16)]
-    on_whole = optimizer_class([group | {"params": [whole]}], **options)
-    on_halves = optimizer_class([group | {"params": halves}], **options)
-    begun = [_kept(each) for each in (on_whole, on_halves)]
+    """How far two matrices move, [2, 4, 8], as they are, and the second one in two halves; and
+    where the optimizer keeps what was equal before both trials, and differs after them."""
+    start = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    matrices = [Sample(matrix.clone()) for matrix in start]
+    parts = [Sample(part.clone()) for part in start.view(-1).split([32, 16, 16])]
+    on_matrices, on_parts = (
+        optimizer_class([group | {"params": params} for params in (held[:1], held[1:])], **options)
+        for held in (matrices, parts))
+    begun = [_kept(each) for each in (on_matrices, on_parts)]
     for gradient in gradients:
-        whole.grad = gradient.clone()
-        on_whole.step()
-        for half, its_gradient in zip(halves, gradient.view(-1).split(16), strict=True):
-            update(on_halves, on_halves.param_groups[0], half, its_gradient.clone())
-    ended = [_kept(each) for each in (on_whole, on_halves)]
-    counted = [kept for kept in ended[0] | ended[1]
+        for matrix, its_gradient in zip(matrices, gradient, strict=True):
+            matrix.grad = its_gradient.clone()
+        on_matrices.step()
+        for number, (part, its_gradient) in enumerate(
+                zip(parts, gradient.view(-1).split([32, 16, 16]), strict=True)):
+            update(on_parts, on_parts.param_groups[min(number, 1)], part, its_gradient.clone())
+    ended = [_kept(each) for each in (on_matrices, on_parts)]
+    counted = [repr(kept) for kept in ended[0] | ended[1]
                if begun[0].get(kept) == begun[1].get(kept)
                and ended[0].get(kept) != ended[1].get(kept)]
-    in_halves = torch.cat([half.detach() for half in halves]).view(4, 8)
-    return whole.detach() - start, in_halves - start, counted
+    counted += [f"self.state[{key!r}]" for key in on_matrices.state if not isinstance(key, Sample)]
+    moved = (torch.cat([param.detach().view(-1) for param in params]).view(2, 4, 8) - start
+             for params in (matrices, parts))
+    return *moved, counted
 
 
 def _kept(optimizer: Optimizer) -> dict[str, list]:
-    """The numbers and words in an optimizer's attributes, and in the options of its group."""
-    kept = vars(optimizer) | optimizer.param_groups[0]
+    """The numbers and words in an optimizer's attributes, and in the options of its last group."""
+    kept = vars(optimizer) | optimizer.param_groups[-1]
     return {name: [leaf for leaf in map(in_numbers, tree_leaves(value)) if leaf is not None]
             for name, value in kept.items() if name not in ("state", "param_groups", "params")}
 
@@ -115,7 +152,12 @@ def check_groups(optimizer_class: type[Optimizer], options: dict, groups: list[d
     for group in groups:
         # another rate needs no other trial: a trial uses a rate of its own
         own = {name: value for name, value in group.items() if name not in ("params", "lr")}
-        check_element_wise(optimizer_class, options, own)
+        asked = check_element_wise(optimizer_class, options, own)
+        seen = [name for param in group["params"] for name in vars(param) if name in asked]
+        if seen:
+            raise ValueError(f"{optimizer_class.__name__} reads {seen[0]!r} of a parameter, and a "
+                             "shard holds pieces of several parameters: let it read this in its "
+                             f"group, param_groups=[{{'params': […], {seen[0]!r}: …}}, …]")
         kinds = {(torch.float32 if param.element_size() < 4 else param.dtype,
                   torch.get_default_device() if param.is_meta else param.device)
                  for param in group["params"]}
@@ -151,9 +193,46 @@ def refuse_in_optimizer(stage) -> None:
                            "zero.step()")
 
     optimizer, drop = stage.optimizer, weakref.WeakMethod(stage.zero_grad)
+    optimizer.state = StateOfShards(dict, optimizer.state, stage.model.parameters())
     optimizer.register_step_pre_hook(refuse)
     optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
     optimizer.add_param_group = refuse_group
     optimizer.zero_grad = lambda set_to_none=True: drop()()
     optimizer._step_supports_amp_scaling = True  # so torch's GradScaler comes as far as refuse()
 
+
+class StateOfShards(defaultdict):
+    """optimizer.state, by masters of shards. To ask it for a parameter of the model is an error."""
+
+    def __init__(self, factory=dict, state=(), params=()):
+        super().__init__(factory, state)
+        self.params = {id(param) for param in params}
+
+    def _checked(self, key):
+        if id(key) in self.params:
+            raise KeyError("zero.optimizer keeps state of shards, and each of them holds pieces of "
+                           "several parameters: it has none of this parameter. To begin afresh, "
+                           "wrap the model anew")
+        return key
+
+    def __missing__(self, key):
+        return super().__missing__(self._checked(key))
+
+    def __contains__(self, key):
+        return super().__contains__(self._checked(key))
+
+    def get(self, key, *default):
+        return super().get(self._checked(key), *default)
+
+    def pop(self, key, *default):
+        return super().pop(self._checked(key), *default)
+
+
+@seams.at("update_begins")
+def refuse_hooks_of_all_optimizers(bucket) -> None:
+    """torch's own, of its profiler, may run once for each bucket."""
+    for hooks in (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks):
+        if any(not (hook.__module__ or "").startswith("torch.") for hook in hooks.values()):
+            raise RuntimeError("torch's global step hooks would run once for each bucket, and see "
+                               "one shard: remove them, and call what you need before or after "
+                               "zero.step()")

@@ -9,6 +9,7 @@ from house.scenarios.pieces import MOMENTUM, Chain, Writer, go_on, next_word, sq
 from house.scenarios.stand import scenario
 from torch import nn, optim
 from torch.optim import SGD, AdamW, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 # ----------------------------------------------------------------------------------------------------------- optimizers
 
@@ -90,6 +91,86 @@ for kind in (Counts, CountsInItsGroup, WarmsUp):
     scenario(f"optimizer of the user's own, {kind.__name__}", naive=False, worlds=(2,),
              refused="keeps of its steps in '(steps|lr)'.*let it keep that in self.state")(
         lambda me, kind=kind: train(me, Chain(), kind, lr=0.1))
+
+
+class DecaysMatrices(SGD):
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            if param.ndim > 1:
+                param.data.mul_(1 - 1e-5)
+        return super().step(closure)
+
+
+class Skips(optim.Adam):
+    def step(self, closure=None):
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        return super().step(closure) if all(param.grad.isfinite().all() for param in params) else None
+
+
+class GoesByNumber(SGD):
+    def step(self, closure=None):
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                param.data.add_(param.grad, alpha=-group["lr"] / (1 + number))
+
+
+class CountsForAll(SGD):
+    """Which acts on it later than any trial would see."""
+
+    def step(self, closure=None):
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        return super().step(closure)
+
+
+class OwnRates(SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(param.grad, alpha=-group["lr"] * getattr(param, "lr_mult", 1))
+
+
+class Asserts(SGD):
+    def step(self, closure=None):
+        assert all(param.ndim > 1 for param in self.param_groups[0]["params"])
+
+
+for kind, words in ((DecaysMatrices, "a trial with gradients of zero"), (Skips, "skips no step.*infinite"),
+                    (GoesByNumber, "number of its group"), (CountsForAll, r"keeps of its steps in self.state\['all'\]"),
+                    (Asserts, "raised AssertionError")):
+    scenario(f"optimizer of the user's own, {kind.__name__}", naive=False, worlds=(2,), refused=words)(
+        lambda me, kind=kind: train(me, Chain(), kind, lr=0.1))
+
+
+@scenario("optimizer that reads an attribute of a parameter", naive=False, refused="OwnRates reads 'lr_mult' of")
+def _own_rates(me):
+    model = Chain()
+    next(model.parameters()).lr_mult = 0.1
+    train(me, model, OwnRates, lr=0.1)
+
+
+@scenario("optimizer that could read an attribute that no parameter has", naive=False)
+def _no_own_rates(me):
+    train(me, nn.Linear(7, 7), OwnRates, lr=0.1)
+
+
+STATE = "zero.optimizer keeps state of shards"
+for words, ask in {"read": lambda state, param: state[param], "forgotten": lambda state, param: state.pop(param, None),
+                   "asked for": lambda state, param: param in state}.items():
+
+    @scenario(f"an optimizer's state of a parameter, {words}", naive=False, refused=STATE)
+    def _state(me, ask=ask):
+        model = Chain()
+        zero = me.wrap(model, optim.Adam, lr=0.1)
+        ask(zero.optimizer.state, next(model.parameters()))
+
+
+@scenario("a step hook of all optimizers", naive=False, refused="global step hooks would run once for each bucket")
+def _global_hook(me):
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        train(me, Chain(), SGD, lr=0.1)
+    finally:
+        handle.remove()
 
 
 @scenario("optimizer with a learning rate in a tensor")
