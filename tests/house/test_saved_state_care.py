@@ -102,6 +102,10 @@ def refused(folder):
     holds_itself.append(holds_itself)
     found["deep"] = words_of(TypeError, saved_state.save, zero, folder, holds_itself)
     found["long"] = words_of(saved_state.Damaged, saved_state.load, zero, "x" * 300)
+    state = zero.optimizer.state[zero.buckets[0].master]
+    state["last"] = [torch.zeros(2)]
+    found["list"] = words_of(ValueError, saved_state.save, zero, folder)
+    del state["last"]
     path = saved_state.save(zero, folder / "good", step=7)
     found["itself"] = words_of(saved_state.NotSaved, saved_state.save, zero, path)
     assert names(folder) == ["good"]
@@ -118,6 +122,7 @@ def test_what_is_refused(found_by):
         assert found.pop("code").startswith("extra['a'][1] is a function")
         assert found.pop("deep") == "extra holds itself, or is nested too deeply to be saved"
         assert found.pop("long").endswith("cannot be looked into (File name too long)")
+        assert found.pop("list").startswith("AdamW keeps 'last' of [2] for a shard of [")
         assert "is itself a checkpoint" in found.pop("itself")
         assert {words.partition(":")[0] for words in found.values()} == {
             "step is -1", "step is '12'", "step is 1.5"}
