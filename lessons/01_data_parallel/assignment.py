@@ -47,19 +47,19 @@ class Naive:
         optimizer_class: a torch optimizer; `optimizer_options` go to it (lr=3e-4, …).
         bucket_bytes: accepted as in the stages, but unused: there are no buckets.
     .grad is this rank's own until step() or clip_grad_norm_() averages it.
-    Raises: ValueError for parameters of less than 32 bits.
+    Raises: ValueError for trained parameters of less than 32 bits.
     """
 
     def __init__(
         self, model: nn.Module, optimizer_class: type, *, group=None,
         bucket_bytes: int | None = None, **optimizer_options,
     ):
-        if any(param.element_size() < 4 for param in model.parameters()):
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        if any(param.element_size() < 4 for param in self.params):
             raise ValueError("the naive way keeps no fp32 masters, so 16-bit parameters would lose "
                              "small updates: use Stage0")
         self.model, self.group = model, group
         self.start_alike()
-        self.params = [param for param in model.parameters() if param.requires_grad]
         self.optimizer = optimizer_class(self.params, **optimizer_options)
         self.averaged = False
         self.guards = []  # hooks on the parameters, as long as gradients are averaged
