@@ -19,7 +19,7 @@ from zero_minimal.core import seams
 from zero_minimal.core.optimizers import update
 from zero_minimal.guards.same_on_all_ranks import in_numbers
 
-STEPS = 32  # of the trial: some optimizers begin like SGD, and look at whole matrices later
+STEPS = 20  # of the trial: some optimizers begin like SGD, and look at whole matrices later
 
 # (class, its options): one trial of each is enough for a process, and which attributes it asked for
 _passed: dict[tuple, set[str]] = {}
@@ -95,8 +95,8 @@ def _gradients() -> dict[str, list[torch.Tensor]]:
     infinite[1, 0, 0] = float("inf")
     return {
         "with random gradients": random,
-        "with gradients of zero": [torch.zeros_like(infinite)] * 4,  # decay alone
-        "with a gradient that is infinite": [random[1], infinite, random[2]],
+        "with gradients of zero": [torch.zeros_like(infinite)] * 2,  # decay alone
+        "with a gradient that is infinite": [infinite, random[1]],
     }
 
 
