@@ -63,24 +63,17 @@ class Run(NamedTuple):
     baseline_tflops: float
 
 
-def _run(layers, hidden, zero, zero_tflops, baseline, gpus, baseline_tflops):
-    (heads, batch, parallel), (other_heads, other_batch, other_parallel) = zero, baseline
-    return Run(Shape(layers, hidden, heads, batch, parallel), zero_tflops,
-               Shape(layers, hidden, other_heads, other_batch, other_parallel), gpus, baseline_tflops)
-
-
 FIGURE2_GPUS = 400
-# billions: layers, hidden, ZeRO's (heads, batch, MP), its TFLOP/s; the baseline's (heads, batch, MP), GPUs, TFLOP/s
-FIGURE2 = {
-    1.5: _run(48, 1600, (16, 24, 1), 30.3, (16, 16, 2), 400, 26.3),
-    8: _run(72, 3072, (24, 64, 4), 36.9, (24, 8, 8), 400, 23.1),
-    40: _run(88, 6144, (32, 12, 4), 36.0, (64, 4, 32), 384, 4.9),
-    60: _run(132, 6144, (32, 64, 16), 36.5, (64, 4, 64), 384, 6.3),
-    80: _run(100, 8192, (64, 32, 16), 37.6, (128, 4, 128), 384, 5.2),
-    100: _run(125, 8192, (64, 32, 16), 38.7, (128, 2, 128), 384, 3.8),
-    120: _run(150, 8192, (64, 24, 16), 28.2, (128, 2, 128), 384, 3.8),
-    140: _run(175, 8192, (64, 16, 16), 26.9, (128, 2, 128), 384, 3.9),
-    170: _run(212, 8192, (64, 12, 16), 20.9, (256, 2, 256), 256, 2.2),
+FIGURE2 = {  # billions of parameters
+    1.5: Run(Shape(48, 1600, 16, 24, 1), 30.3, Shape(48, 1600, 16, 16, 2), 400, 26.3),
+    8: Run(Shape(72, 3072, 24, 64, 4), 36.9, Shape(72, 3072, 24, 8, 8), 400, 23.1),
+    40: Run(Shape(88, 6144, 32, 12, 4), 36.0, Shape(88, 6144, 64, 4, 32), 384, 4.9),
+    60: Run(Shape(132, 6144, 32, 64, 16), 36.5, Shape(132, 6144, 64, 4, 64), 384, 6.3),
+    80: Run(Shape(100, 8192, 64, 32, 16), 37.6, Shape(100, 8192, 128, 4, 128), 384, 5.2),
+    100: Run(Shape(125, 8192, 64, 32, 16), 38.7, Shape(125, 8192, 128, 2, 128), 384, 3.8),
+    120: Run(Shape(150, 8192, 64, 24, 16), 28.2, Shape(150, 8192, 128, 2, 128), 384, 3.8),
+    140: Run(Shape(175, 8192, 64, 16, 16), 26.9, Shape(175, 8192, 128, 2, 128), 384, 3.9),
+    170: Run(Shape(212, 8192, 64, 12, 16), 20.9, Shape(212, 8192, 256, 2, 256), 256, 2.2),
 }
 NODE = 16  # GPUs of a DGX-2
 LARGEST = {"C1": "40B", "C2": "60B", "C3": "50B", "C4": "140B", "C5": "150B"}  # models that ran, Table 3 and Figure 6
