@@ -43,7 +43,7 @@ def says(report):
     size = formulas.BYTES[dtype][0]
     padding = report["padding"]["parameters"] / size * (ranks_ if stage == 3 else 1)
     elements = report["parameters"] + round(padding)
-    return (formulas.states_on_device(stage, elements, ranks_, dtype, offloaded=True),
+    return (formulas.model_states(stage, elements, ranks_, dtype, offloaded=True),
             formulas.host_bytes(elements, ranks_, dtype), formulas.bus_bytes(stage, elements, ranks_, dtype))
 
 

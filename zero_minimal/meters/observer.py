@@ -98,8 +98,8 @@ class Observer:
             "step_seconds": step_seconds,
             "tokens_per_second": settings.tokens_per_step(rank.world_size) / step_seconds,
             "memory": self._memory(),
-            "theory": formulas.states_on_device(stage, parameters, *rest),
-            "padding": formulas.states_on_device(stage, padding, *rest),
+            "theory": formulas.model_states(stage, parameters, *rest),
+            "padding": formulas.model_states(stage, padding, *rest),
             "traffic": self._traffic(stage, parameters, padding),
             "settings": asdict(settings),
         }

@@ -26,11 +26,12 @@ SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the first st
 
 
 def model_states(
-    stage: int, elements: int, world_size: int, dtype: str, optimizer_bytes: float | None = None,
-    gradient_bytes: int | None = None,
+    stage: int, elements: int, world_size: int, dtype: str, offloaded: bool = False,
+    optimizer_bytes: float | None = None, gradient_bytes: int | None = None,
 ) -> dict[str, int | float]:
-    """Bytes of model states on one rank: {"parameters", "gradients", "optimizer"}.
+    """Bytes of model states on one rank's device: {"parameters", "gradients", "optimizer"}.
 
+    offloaded: the device has no optimizer state, and gradients only at stages 0 and 1.
     optimizer_bytes: per parameter, the paper's K, for an optimizer other than Adam (None: Adam's).
     gradient_bytes: per parameter, 4 for gradients that are accumulated and reduced in fp32 with 16-bit parameters
         (None: as the parameters). With 4, all states are 18 bytes, and 6 + 12/N at stage 1, as in "Distributed
@@ -41,27 +42,17 @@ def model_states(
         sizes["optimizer"] = optimizer_bytes
     if gradient_bytes is not None:
         sizes["gradients"] = gradient_bytes
-    return {
+    states = {
         state: _whole(size * elements / (world_size if stage >= SHARDED_FROM[state] else 1))
         for state, size in sizes.items()
     }
-
-
-def states_on_device(
-    stage: int, elements: int, world_size: int, dtype: str, offloaded: bool = False,
-    optimizer_bytes: float | None = None, gradient_bytes: int | None = None,
-) -> dict[str, int | float]:
-    """The same for the device: if offloaded, it has no optimizer state, and gradients only at stages 0 and 1."""
-    states = model_states(stage, elements, world_size, dtype, optimizer_bytes, gradient_bytes)
     if offloaded:
         states["optimizer"] = 0
         states["gradients"] = 0 if stage >= SHARDED_FROM["gradients"] else states["gradients"]
     return states
 
 
-def host_bytes(
-    elements: int, world_size: int, dtype: str, optimizer_bytes: float | None = None
-) -> int | float:
+def host_bytes(elements: int, world_size: int, dtype: str, optimizer_bytes: float | None = None) -> int | float:
     """Bytes that an offloaded rank's host keeps: fp32 masters, Adam's state, gradients in the model's dtype.
     optimizer_bytes: K, instead of Adam's."""
     sizes = BYTES[dtype]
@@ -77,28 +68,26 @@ def bus_bytes(stage: int, elements: int, world_size: int, dtype: str, accumulate
     return {"to_host": _whole(times * shard), "to_device": _whole(shard)}
 
 
-def bytes_a_parameter(stage: int, world_size: int, dtype: str, optimizer_bytes: float | None = None,
-                      offloaded: bool = False, gradient_bytes: int | None = None) -> float:
-    """Bytes of model states on one rank for each parameter of the model: 16, 4 + 12/N, 2 + 14/N, 16/N."""
-    return sum(states_on_device(stage, 1, world_size, dtype, offloaded, optimizer_bytes, gradient_bytes).values())
+def bytes_a_parameter(stage: int, world_size: int, dtype: str, **options) -> float:
+    """Bytes of model states on one rank for each parameter of the model: 16, 4 + 12/N, 2 + 14/N, 16/N. options: of
+    model_states."""
+    return sum(model_states(stage, 1, world_size, dtype, **options).values())
 
 
-def largest_model(stage: int, device_bytes: float, world_size: int, dtype: str, model_parallel: int = 1,
-                  optimizer_bytes: float | None = None, offloaded: bool = False,
-                  gradient_bytes: int | None = None) -> int:
-    """Parameters of the largest model whose states fit on a device (Table 2). world_size: data-parallel ranks."""
-    each = bytes_a_parameter(stage, world_size, dtype, optimizer_bytes, offloaded, gradient_bytes)
-    return math.floor(model_parallel * device_bytes / each)
+def largest_model(
+    stage: int, device_bytes: float, world_size: int, dtype: str, model_parallel: int = 1, **options
+) -> int:
+    """Parameters of the largest model whose states fit on a device (Table 2). world_size: data-parallel ranks. options:
+    of model_states."""
+    return math.floor(model_parallel * device_bytes / bytes_a_parameter(stage, world_size, dtype, **options))
 
 
 @exported
-def fewest_ranks(stage: int, elements: int, device_bytes: float, dtype: str,
-                 optimizer_bytes: float | None = None, offloaded: bool = False,
-                 gradient_bytes: int | None = None) -> int | None:
-    """The smallest data-parallel group on which a model's states fit on a device; None if no number is enough."""
-    each = (dtype, optimizer_bytes, offloaded, gradient_bytes)
-    whole = bytes_a_parameter(stage, 10**18, *each) * elements  # the part that is never sharded
-    shared = bytes_a_parameter(stage, 1, *each) * elements - whole
+def fewest_ranks(stage: int, elements: int, device_bytes: float, dtype: str, **options) -> int | None:
+    """The smallest data-parallel group on which a model's states fit on a device; None if no number is enough. options:
+    of model_states."""
+    whole = bytes_a_parameter(stage, 10**18, dtype, **options) * elements  # the part that is never sharded
+    shared = bytes_a_parameter(stage, 1, dtype, **options) * elements - whole
     if whole + shared <= device_bytes:
         return 1
     return None if whole >= device_bytes or stage == 0 else math.ceil(shared / (device_bytes - whole) - 1e-9)

@@ -204,8 +204,8 @@ def shared(number: int, ranks: int) -> int | float:
 def highest(stage: int, work: Work, shards: int, offloaded: bool = False) -> Moment:
     """The peak of a step. shards: ranks that share the states. offloaded: their hosts keep and update the optimizer's
     state."""
-    states = formulas.states_on_device(stage, work.parts().whole, shards, work.dtype, offloaded, work.optimizer_bytes,
-                                       work.gradient_bytes)
+    states = formulas.model_states(stage, work.parts().whole, shards, work.dtype, offloaded, work.optimizer_bytes,
+                                   work.gradient_bytes)
     all_states = sum(states.values())
     # backward makes the gradients, except those of earlier micro-batches
     before = all_states - (states["gradients"] if stage >= 2 and work.accumulate == 1 else 0)

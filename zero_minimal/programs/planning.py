@@ -19,7 +19,6 @@ NAMES = ("data parallel", "P_os", "P_os+g", "P_os+g+p")
 UTILISATION = 0.4  # share of a GPU's peak operations that good training runs reach
 MOST_RANKS = 2**30
 PAPERS = GPUS["V100-32GB"]
-NO_BUS = {"to_host": 0, "to_device": 0}
 PLACES = ("cpu", "disk")  # where offloaded states are kept
 LINKS = (12e9, 25e9, 64e9, 900e9)  # bytes a second: reached by PCIe 3, 4 and 5, and by a dedicated link (both ways)
 
@@ -124,14 +123,15 @@ def row(stage: int, work: Work, ranks: int, device_bytes: float, speeds: Speeds,
     shards, elements, dtype = work.shards(ranks), work.parts().whole, work.dtype
     away = offloaded and stage > 0  # stage 0 has no shards to offload
     kept, gradients, times = work.optimizer_bytes, work.gradient_bytes, work.accumulate
-    states = formulas.states_on_device(stage, elements, shards, dtype, away, kept, gradients)
+    options = {"offloaded": away, "optimizer_bytes": kept, "gradient_bytes": gradients}
+    states = formulas.model_states(stage, elements, shards, dtype, **options)
     moment = moments.highest(stage, work, shards, away)
     built = moments.construction(stage, work)
     sent = formulas.traffic(stage, elements, shards, dtype, times, gradients)
     between = formulas.traffic_between(elements, shards, work.replicate, dtype, gradients)
     sends = sent / speeds.wire(ranks / work.replicate) + (between / speeds.wire(ranks) if between else 0)
-    bus = formulas.bus_bytes(stage, elements, shards, dtype, times) if away else NO_BUS
-    crosses, both_ways = bus["to_host"], bus["to_host"] + bus["to_device"]
+    bus = formulas.bus_bytes(stage, elements, shards, dtype, times) if away else {"to_host": 0, "to_device": 0}
+    both_ways = bus["to_host"] + bus["to_device"]
     waited, computes = waiting(work, speeds), computing(work, speeds)["compute_seconds"]
     waits = waited["model_parallel_seconds"] + waited["sequence_parallel_seconds"]
     return {
@@ -142,13 +142,11 @@ def row(stage: int, work: Work, ranks: int, device_bytes: float, speeds: Speeds,
         "states_fit": sum(states.values()) <= device_bytes,
         "step_fits": moment.total <= device_bytes,
         "fits": max(moment.total, built) <= device_bytes,
-        "fewest_data_parallel_ranks_for_states": formulas.fewest_ranks(
-            stage, elements, device_bytes, dtype, kept, away, gradients),
-        "largest_model": formulas.largest_model(
-            stage, device_bytes, shards, dtype, work.model_parallel, kept, away, gradients),
+        "fewest_data_parallel_ranks_for_states": formulas.fewest_ranks(stage, elements, device_bytes, dtype, **options),
+        "largest_model": formulas.largest_model(stage, device_bytes, shards, dtype, work.model_parallel, **options),
         "sent_bytes": sent + between, "between_bytes": between, "send_seconds": sends,
         "host_bytes": formulas.host_bytes(elements, shards, dtype, kept) if away else 0,
-        "bus_bytes": crosses, "bus_seconds": both_ways / speeds.bus,
+        "bus_bytes": bus["to_host"], "bus_seconds": both_ways / speeds.bus,
         "least_seconds": max(sends, computes, both_ways / speeds.bus) + waits,
         "most_seconds": sends + computes + both_ways / speeds.bus + waits,
     }

@@ -187,8 +187,8 @@ class _Run:
             "step_seconds": None,
             "tokens_per_second": None,
             "memory": self._memory(),
-            "theory": formulas.states_on_device(stage, elements, *rest),
-            "padding": formulas.states_on_device(stage, padding, *rest),
+            "theory": formulas.model_states(stage, elements, *rest),
+            "padding": formulas.model_states(stage, padding, *rest),
             "traffic": self._traffic(stage, elements, padding, ranks),
             "settings": case.settings,
         } | self.away
