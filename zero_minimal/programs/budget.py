@@ -31,23 +31,28 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.core.mesh import make_mesh
-from zero_minimal.paper.bound import Bound
+from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.owners import strided_tensors
+from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.paper.bound import Bound, need
 from zero_minimal.paper.fakes import new_tensors_in, without_values
 from zero_minimal.paper.quantities import size_text, size_unit
 from zero_minimal.programs.cases import Budget, Case
 from zero_minimal.programs.simulation import build_model, simulate
-from zero_minimal.programs.unsharded import bound_of
 from zero_minimal.workload.model import GPTConfig
 
 POINTS = {"": 0, "bronze": 6, "silver": 12, "gold": 20}
 GOLD = 1.02  # times the bound
+ADAM = 6  # bytes of its state in mixed precision for each byte of parameters: 12 / 2
 KNOWN = Path(__file__).with_name("budget.json")  # bounds and figures of stages 2 and 3, from `measure()`
 
 
@@ -135,18 +140,6 @@ def bound(track: Track) -> Bound:
     return computed_bound(track)
 
 
-def computed_bound(track: Track) -> Bound:
-    """The bound from the model's own needs, measured in one step without any system."""
-    dist.init_process_group("fake", rank=0, world_size=track.ranks, store=FakeStore())
-    try:
-        mesh = make_mesh(track.model_parallel)
-        with torch.enable_grad(), without_values(), new_tensors_in(torch.bfloat16):
-            model = build_model(track.case(), mesh)
-            return bound_of(model, 1, track.model.sequence, track.group)
-    finally:
-        dist.destroy_process_group()
-
-
 def limit_and_least(track: Track) -> tuple[int, float]:
     """Bytes of the track's limit, and the bound of the scored bytes."""
     if track.memory is not None:
@@ -195,6 +188,72 @@ def score(track: Track, figures: Figures) -> Score:
     else:
         medal, words = "bronze", f"{found}. {name.capitalize()} {what} {size_text(reference, 4)}: silver is below that"
     return Score(track.number, medal, counts, least, words)
+
+
+# ---------------------------------------------------------------------------------------------- what must be measured
+
+
+def computed_bound(track: Track) -> Bound:
+    """The bound from the model's own needs, measured in a step without any system, on tensors without values.
+
+    Each gradient is dropped as soon as it is computed. The ledger then has the parameters and what no system can avoid:
+    rest(t). The operators that read a parameter, and their moments, show how long it must live: live(t).
+    """
+    dist.init_process_group("fake", rank=0, world_size=track.ranks, store=FakeStore())
+    try:
+        mesh, ledger, meter = make_mesh(track.model_parallel), Ledger(), TrafficMeter()
+        with torch.enable_grad(), without_values(), new_tensors_in(torch.bfloat16):
+            model = build_model(track.case(), mesh)
+            parameters = sum(param.nbytes for param in model.parameters())
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(_drop)
+            with ledger:
+                ledger.watch(model)
+                before = ledger.total - parameters
+                with Reads(model, ledger) as reads, meter:
+                    tokens = torch.zeros(1, track.model.sequence, dtype=torch.int64)
+                    model(tokens, tokens).backward()
+                moments = [moment.total - parameters - before for moment in ledger.timeline]
+        highest = max(need(live, rest, parameters, track.group, ADAM * parameters)
+                      for live, rest in zip(reads.live(len(moments)), moments, strict=True))
+        return Bound(parameters, track.group, highest, meter.sent_bytes)
+    finally:
+        dist.destroy_process_group()
+
+
+def _drop(param: torch.nn.Parameter) -> None:
+    param.grad = None
+
+
+class Reads(TorchDispatchMode):
+    """When each parameter is read, as positions in the ledger's trace. Making a view does not count as a read."""
+
+    def __init__(self, model: torch.nn.Module, ledger: Ledger):
+        super().__init__()
+        self.ledger = ledger
+        self.sizes = {_place(param): param.nbytes for param in model.parameters()}
+        self.times: dict[int, list[int]] = {place: [] for place in self.sizes}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **kwargs or {})
+        made = {_place(tensor) for tensor in strided_tensors(result)}
+        for tensor in strided_tensors((args, list((kwargs or {}).values()))):
+            if _place(tensor) in self.times and _place(tensor) not in made:
+                self.times[_place(tensor)].append(len(self.ledger.trace))
+        return result
+
+    def live(self, moments: int) -> list[int]:
+        """Bytes of parameters that are between their first and their last use, at each moment of the trace."""
+        change = [0] * (moments + 1)
+        for place, times in self.times.items():
+            if times:
+                change[min(times[0], moments)] += self.sizes[place]
+                change[min(times[-1], moments)] -= self.sizes[place]
+        return list(accumulate(change[:-1]))
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 @functools.cache
