@@ -75,9 +75,7 @@ FIGURE2 = {  # billions of parameters
     140: Run(Shape(175, 8192, 64, 16, 16), 26.9, Shape(175, 8192, 128, 2, 128), 384, 3.9),
     170: Run(Shape(212, 8192, 64, 12, 16), 20.9, Shape(212, 8192, 256, 2, 256), 256, 2.2),
 }
-NODE = 16  # GPUs of a DGX-2
 LARGEST = {"C1": "40B", "C2": "60B", "C3": "50B", "C4": "140B", "C5": "150B"}  # models that ran, Table 3 and Figure 6
-PEAK = 125e12  # 16-bit operations a second of a V100
 DEVICE = 32e9  # bytes, as the paper counts
 # billions of parameters: TFLOP/s per GPU, on 128 GPUs without model parallelism
 FIGURE4 = {1.5: 40.3, 2.5: 41.9, 4: 43.6, 6: 47.0, 8: 47.0, 10: 41.1, 11: 35.7, 12: 32.8, 13: 21.2}

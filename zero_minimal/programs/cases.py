@@ -35,6 +35,7 @@ class Case:
     config: str = ""  # "C1" … "C5": that system of zero_100b.py, instead of `stage`
     build: Callable | None = None  # build(model, group, budget) -> an object used like a stage, instead of `stage`
     budget: object = None  # its argument; None: Budget()
+    buckets: int = BUCKETS  # at most, if bucket_bytes is None
     name: str = ""  # the name of what it builds
 
     def __post_init__(self):
@@ -92,7 +93,7 @@ class Case:
     def settings(self) -> dict:
         """The settings, for a report."""
         plain = {entry.name: getattr(self, entry.name) for entry in fields(self)
-                 if entry.name not in ("build", "budget", "name")}
+                 if entry.name not in ("build", "budget", "buckets", "name")}
         return plain | {"model": asdict(self.model)}
 
 
@@ -129,4 +130,4 @@ def bucket_bytes(case: Case) -> int:
     if case.config:
         return CONSTANT
     whole = case.parameters * DTYPES[case.dtype].itemsize // case.model_parallel
-    return max(4 * 2**20, -(-whole // BUCKETS))
+    return max(4 * 2**20, -(-whole // case.buckets))

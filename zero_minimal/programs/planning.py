@@ -5,7 +5,7 @@ import bisect
 import math
 from dataclasses import dataclass
 
-from zero_minimal.paper import formulas, moments
+from zero_minimal.paper import formulas, moments, published
 from zero_minimal.paper.expressions import exported
 from zero_minimal.paper.hardware import GPU, GPUS, NETWORK
 from zero_minimal.paper.kernels import ATTENTION
@@ -15,7 +15,7 @@ from zero_minimal.programs.measured import MeasuredWork
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.model import GPTConfig
 
-NAMES = ("data parallel", "P_os", "P_os+g", "P_os+g+p")
+NAMES = ("data parallel", *published.STAGES)
 UTILISATION = 0.4  # share of a GPU's peak operations that good training runs reach
 MOST_RANKS = 2**30
 PAPERS = GPUS["V100-32GB"]

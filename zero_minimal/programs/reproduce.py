@@ -16,7 +16,6 @@ import torch
 
 from zero_minimal.meters.allocator import CachingAllocator, replay
 from zero_minimal.paper import formulas, operations, published
-from zero_minimal.paper.hardware import GPUS, NETWORK
 from zero_minimal.paper.quantities import count
 from zero_minimal.paper.shapes import VOCABULARY, parameter_count, shape_for
 from zero_minimal.pictures import style
@@ -24,6 +23,7 @@ from zero_minimal.pictures.reproductions import draw_reproduction
 from zero_minimal.processes import interrupts
 from zero_minimal.programs import progress, report, tables
 from zero_minimal.programs.cases import Case
+from zero_minimal.programs.planning import PAPERS, Speeds
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Parser, output_file, picture_file, positive
@@ -240,7 +240,7 @@ def figure2_row(billions: float, run: published.Run) -> dict:
         "zero_states_gb": zero / GB,
         "baseline_model_parallel": other.model_parallel,
         "baseline_states_gb": baseline / GB,
-        "baseline_states_inside_a_node_gb": 16 * elements / published.NODE / GB,
+        "baseline_states_inside_a_node_gb": 16 * elements / PAPERS.node / GB,
         "zero_estimate": estimate(shape), "zero_paper": run.zero_tflops,
         "baseline_estimate": estimate(other), "baseline_paper": run.baseline_tflops,
         "speed_up_paper": run.zero_tflops / run.baseline_tflops,
@@ -253,8 +253,8 @@ def estimate(shape: published.Shape) -> float:
     computed = (operations.matrices(*sizes, VOCABULARY, shape.batch * 1024, recompute=True)
                 + operations.attention(*sizes, shape.batch, 1024, recompute=True, fused=False)) / shape.model_parallel
     sent = formulas.model_parallel_traffic(*sizes, shape.batch, 1024, "fp16", shape.model_parallel)
-    bandwidth = GPUS["V100-32GB"].link if shape.model_parallel <= published.NODE else NETWORK
-    return computed / (computed / published.PEAK + sent / bandwidth) / 1e12
+    speeds = Speeds.of(PAPERS, "fp16")
+    return computed / (computed / speeds.operations + sent / speeds.wire(shape.model_parallel)) / 1e12
 
 
 # ------------------------------------------------------------------------------------------------------------- running

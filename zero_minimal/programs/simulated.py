@@ -13,12 +13,11 @@ import torch.distributed as dist
 from zero_minimal.meters.allocator import CachingAllocator, replay
 from zero_minimal.offloading.host_link import Bus
 from zero_minimal.offloading.host_process import Host
-from zero_minimal.paper.shapes import parameter_count, shape_for, usual_heads, usual_shape
+from zero_minimal.paper.shapes import shape_for, usual_heads, usual_shape
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPTConfig
 
-SMALL_BUCKET, BUCKETS = 4 * 2**20, 32  # bytes; at most this many, as many take long
 ENDLESS = 2**62  # bytes of an unlimited device
 OF_CASE = ("batch", "dtype", "model_parallel", "config", "offload", "bucket_bytes", "steps")
 OF_MODEL = ("parameters", "layers", "hidden", "heads", "vocabulary", "sequence", "recompute")
@@ -70,10 +69,7 @@ def case_of(stage: int, ranks: int, small: dict, options: dict) -> Case:
             vocabulary=options.get("vocabulary", 256),
         )
     of_case = {name: options[name] for name in OF_CASE if name in options}
-    if not of_case.get("config"):
-        elements = parameter_count(model) // parallel
-        of_case.setdefault("bucket_bytes", max(SMALL_BUCKET, -(-2 * elements // BUCKETS)))
-    return Case(model, stage, ranks, **of_case)
+    return Case(model, stage, ranks, buckets=32, **of_case)  # as many as usual would take long
 
 
 def figures(case: Case, cached: bool) -> dict:

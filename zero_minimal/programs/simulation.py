@@ -20,6 +20,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -195,16 +196,17 @@ class _Run:
 
     def _memory(self) -> dict:
         last, peak = self.since(f"forward {self.case.steps}"), self.peak()
+        construction = [moment for moment in self.timeline if moment.seconds <= dict(self.phases)["forward 1"]]
         return {state: self.states[state] for state in formulas.STATES} | {
             "activations": max(moment.bytes["activations"] for moment in last),
             "buffers": max(moment.bytes["buffers"] for moment in last),
             "host": self.host_bytes() + self.kept_by_hosts,
             "peak": on_device(peak),
             "peak_by_category": {name: size for name, size in peak.bytes.items() if name != "other"},
-            "peak_when": self.phase_of(peak),
+            "peak_when": [name for name, start in self.phases if start < peak.seconds or start == 0.0][-1],
             "peak_what": peak.what,
             "peak_of_all": on_device(max(self.timeline, key=on_device)),
-            "construction_peak": on_device(max(self.until("forward 1"), key=on_device)),
+            "construction_peak": on_device(max(construction, key=on_device)),
         }
 
     def _traffic(self, stage: int, elements: int, padding: int, ranks: int) -> dict:
@@ -227,27 +229,15 @@ class _Run:
         first = next((index for index, moment in enumerate(self.timeline) if moment.seconds > start), 1)
         return self.timeline[max(0, first - 1):]
 
-    def until(self, phase: str) -> list[Moment]:
-        """The moments before a phase."""
-        return [moment for moment in self.timeline if moment.seconds <= dict(self.phases)[phase]]
-
     def peak(self) -> Moment:
         """The peak of the last step, the first of them if there are several."""
         return max(self.since(f"forward {self.case.steps}"), key=on_device)
 
-    def phase_of(self, moment: Moment) -> str:
-        return [name for name, start in self.phases if start < moment.seconds or start == 0.0][-1]
-
     def host_bytes(self) -> int:
         """The peak of host memory: "other" that did not exist before."""
-        alive, most, strangers = 0, 0, set()
-        for event in self.ledger.trace:
-            if event.what.startswith("alive already"):
-                strangers.add(event.storage)
-            elif event.storage.category == "other" and event.storage not in strangers:
-                alive += event.bytes
-                most = max(most, alive)
-        return most
+        strangers = {event.storage for event in self.ledger.trace if event.what.startswith("alive already")}
+        return max(accumulate((event.bytes for event in self.ledger.trace if event.storage.category == "other"
+                               and event.storage not in strangers), initial=0))
 
     def on_device(self) -> list[Event]:
         """The part of the ledger's trace that is on the device."""
