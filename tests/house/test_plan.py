@@ -8,7 +8,7 @@ import torch
 from matplotlib.image import imread
 
 from zero_minimal import __main__ as program
-from zero_minimal.paper import formulas, operations, published
+from zero_minimal.paper import formulas, published
 from zero_minimal.paper.hardware import GPUS, NETWORK
 from zero_minimal.paper.quantities import count, count_text, seconds_text, size, size_text
 from zero_minimal.paper.shapes import block_parameters, parameter_count, root_parameters, shape_for, usual_shape
@@ -292,9 +292,9 @@ def test_heads_that_nobody_gave_are_such_that_model_parallel_ranks_can_share_the
 def test_a_step_takes_as_long_as_arithmetic_says():
     told = plan(BIG, 64, 32e9, batch=2, speeds=Speeds(100e12, link=150e9, node=16, network=10e9))
     sizes = (BIG.layers, BIG.hidden)
-    on_weights = operations.matrices(*sizes, BIG.vocabulary, 2 * 1024, recompute=True)
+    on_weights = formulas.matrix_operations(*sizes, BIG.vocabulary, 2 * 1024, recompute=True)
     assert on_weights == pytest.approx(8 * parameter_count(BIG) * 2 * 1024, rel=0.01)  # 8Ψ a token: forward runs twice
-    attention = operations.attention(*sizes, 2, 1024, recompute=True) / 2
+    attention = formulas.attention_operations(*sizes, 2, 1024, recompute=True) / 2
     assert told["compute_seconds"] == pytest.approx((on_weights + attention) / 40e12, rel=1e-6)
     once, thrice = (plan(BIG, 64, 32e9, accumulate=count)["compute_seconds"] for count in (1, 3))
     assert thrice == pytest.approx(3 * once)

@@ -21,7 +21,7 @@ from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.core.units import find_units
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
-from zero_minimal.paper import formulas, kernels, operations
+from zero_minimal.paper import formulas, kernels
 from zero_minimal.paper.fakes import without_values
 from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.moments import Work
@@ -149,8 +149,8 @@ def counted(config: GPTConfig, device: str, ours: bool = False) -> int:
 
 def formula(config: GPTConfig, recompute: bool, fused: bool = True) -> int:
     sizes = (config.layers, config.hidden)
-    return (operations.matrices(*sizes, config.vocabulary, 2 * config.sequence, recompute)
-            + operations.attention(*sizes, 2, config.sequence, recompute, fused))
+    return (formulas.matrix_operations(*sizes, config.vocabulary, 2 * config.sequence, recompute)
+            + formulas.attention_operations(*sizes, 2, config.sequence, recompute, fused))
 
 
 @pytest.mark.parametrize("sequence", [32, 512])
@@ -215,10 +215,10 @@ def test_what_is_computed_again_is_what_torch_counts():
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
     last = 2 * 2 * 32**2 * 64 * 3  # torch's own checkpoint leaves out the last product
-    assert counter.get_total_flops() == (operations.matrices(3, 64, 40, 64, False)
-                                         + operations.attention(3, 64, 2, 32, True, fused=False) - last)
+    assert counter.get_total_flops() == (formulas.matrix_operations(3, 64, 40, 64, False)
+                                         + formulas.attention_operations(3, 64, 2, 32, True, fused=False) - last)
     told = plan(SMALL, 1, 32e9, batch=2, attention="recomputed")
-    assert told["attention_operations"] == operations.attention(3, 64, 2, 32, True, fused=False)
+    assert told["attention_operations"] == formulas.attention_operations(3, 64, 2, 32, True, fused=False)
 
 
 # ------------------------------------------------------------------------------------------------------ micro-batches

@@ -20,7 +20,7 @@ where stage 3 also holds whole units. The paper estimates all that is kept as 12
 
 from dataclasses import dataclass
 
-from zero_minimal.paper import formulas, operations
+from zero_minimal.paper import formulas
 from zero_minimal.paper.expressions import exported
 from zero_minimal.paper.formulas import BYTES
 from zero_minimal.paper.shapes import block_parameters, parameter_count, root_parameters
@@ -170,10 +170,11 @@ class Work:
         """Operations of a rank in a step: with weights, and in attention, whose fused kernel skips masked positions."""
         config, batch, fused = self.config, self.batch * self.accumulate, self.attention == "fused"
         share = self.model_parallel * self.sequence_parallel
-        matrices = operations.matrices(config.layers, config.hidden, config.vocabulary, batch * config.sequence,
-                                       config.recompute) / share
+        matrices = formulas.matrix_operations(config.layers, config.hidden, config.vocabulary, batch * config.sequence,
+                                              config.recompute) / share
         again = config.recompute or self.attention == "recomputed"
-        whole = operations.attention(config.layers, config.hidden, batch, config.sequence, again, fused) / share
+        whole = formulas.attention_operations(config.layers, config.hidden, batch, config.sequence, again,
+                                              fused) / share
         return matrices, whole / 2 if fused else whole
 
     def sent_meanwhile(self) -> tuple[float, float, float]:

@@ -15,7 +15,8 @@ from itertools import product, starmap
 import torch
 
 from zero_minimal.meters.allocator import CachingAllocator, replay
-from zero_minimal.paper import formulas, operations, published
+from zero_minimal.paper import formulas, published
+from zero_minimal.paper.moments import Work
 from zero_minimal.paper.quantities import count
 from zero_minimal.paper.shapes import VOCABULARY, parameter_count, shape_for
 from zero_minimal.pictures import style
@@ -249,11 +250,8 @@ def figure2_row(billions: float, run: published.Run) -> dict:
 
 def estimate(shape: published.Shape) -> float:
     """TFLOP/s per GPU, if computation runs at the peak and only model parallelism's all-reduces are added."""
-    sizes = (shape.layers, shape.hidden)
-    computed = (operations.matrices(*sizes, VOCABULARY, shape.batch * 1024, recompute=True)
-                + operations.attention(*sizes, shape.batch, 1024, recompute=True, fused=False)) / shape.model_parallel
-    sent = formulas.model_parallel_traffic(*sizes, shape.batch, 1024, "fp16", shape.model_parallel)
-    speeds = Speeds.of(PAPERS, "fp16")
+    work = Work(gpt_of(shape), shape.batch, "fp16", shape.model_parallel, attention="unfused")
+    computed, sent, speeds = sum(work.operations()), work.sent_meanwhile()[0], Speeds.of(PAPERS, "fp16")
     return computed / (computed / speeds.operations + sent / speeds.wire(shape.model_parallel)) / 1e12
 
 
