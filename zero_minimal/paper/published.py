@@ -82,8 +82,3 @@ FIGURE4 = {1.5: 40.3, 2.5: 41.9, 4: 43.6, 6: 47.0, 8: 47.0, 10: 41.1, 11: 35.7, 
 FIGURE3 = {64: 25.7, 128: 37.5, 256: 39.0, 400: 36.6}  # GPUs: TFLOP/s a GPU, 60B
 # billions of parameters that could be trained before ZeRO, in two places: the basis of "8x", and the text
 BASELINES = {"beside the 8x": 20, "in the text": 40}
-
-
-def unit(printed: str) -> float:
-    """One unit of the last digit: 0.1 for "31.4", 1 for "4187"."""
-    return 10.0 ** -len(printed.partition(".")[2])
