@@ -230,9 +230,10 @@ class StateOfShards(defaultdict):
 
 @seams.at("update_begins")
 def refuse_hooks_of_all_optimizers(bucket) -> None:
-    """torch's own, of its profiler, may run once for each bucket."""
+    """Those of torch's profiler and of our ledger may run once for each bucket."""
     for hooks in (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks):
-        if any(not (hook.__module__ or "").startswith("torch.") for hook in hooks.values()):
+        if any(not str(getattr(hook, "__module__", "")).startswith(("torch.", "zero_minimal."))
+               for hook in hooks.values()):
             raise RuntimeError("torch's global step hooks would run once for each bucket, and see "
                                "one shard: remove them, and call what you need before or after "
                                "zero.step()")
