@@ -24,7 +24,7 @@ from torch import nn
 from zero_minimal import offload
 from zero_minimal.checkpoint import saved_state
 from zero_minimal.extensions.averages import Average
-from zero_minimal.meters.host_link_times import settled_bytes
+from zero_minimal.meters.crossings import settled_bytes
 from zero_minimal.offloading.host_link import Bus, Queues
 from zero_minimal.processes import ranks
 from zero_minimal.processes.ranks import RankError

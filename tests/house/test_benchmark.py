@@ -10,7 +10,7 @@ import toys
 from torch.optim import AdamW
 from tqdm import tqdm
 
-from zero_minimal.meters import rounds, timing
+from zero_minimal.meters import timing
 from zero_minimal.pictures.benchmark import CURVES, draw_benchmark, run_look
 from zero_minimal.processes import ranks
 from zero_minimal.programs import bench, peers, progress, scaling
@@ -161,13 +161,13 @@ def test_the_floor_is_compared_until_its_ranks_part():
 
 def test_a_step_is_as_long_as_on_the_slowest_rank():
     results = [{"seconds": [1.0, 5.0, 2.0]}, {"seconds": [3.0, 1.0, 1.0]}]
-    assert rounds.run_seconds(results) == 3.0, "median of 3, 5 and 2"
+    assert timing.run_seconds(results) == 3.0, "median of 3, 5 and 2"
 
 
 def test_spread():
     named = dict(min=1.0, lower_quartile=2.0, median=3.0, upper_quartile=4.0, max=9.0)
-    assert rounds.spread([4.0, 1.0, 9.0, 3.0, 2.0]) == named
-    assert set(rounds.spread([2.0]).values()) == {2.0}
+    assert timing.spread([4.0, 1.0, 9.0, 3.0, 2.0]) == named
+    assert set(timing.spread([2.0]).values()) == {2.0}
 
 
 def test_over_rounds_and_ranks():

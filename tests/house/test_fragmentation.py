@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 from matplotlib.colors import to_hex
 
-from zero_minimal.meters.allocator import MIB, fails, find_capacity
-from zero_minimal.meters.traces import unpacked
+from zero_minimal.meters.allocator import MIB, fails, find_capacity, unpacked
 from zero_minimal.pictures import style
 from zero_minimal.pictures.memory_map import ASKED, HOLE, draw_map
 from zero_minimal.programs import lesson08_program
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.thorough
 
 
 def events(categories, *requests):
-    """Of a record as meters/traces.py has them, in MiB: −k frees the k-th."""
+    """Of a record as meters/allocator.py has them, in MiB: −k frees the k-th."""
     return unpacked({"requests": [MIB * mib if mib > 0 else mib for mib in requests], "categories": categories})
 
 

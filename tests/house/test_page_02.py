@@ -5,9 +5,9 @@ import torch
 import toys
 from house.lesson_pages import notebook_on, texts_of
 
-from zero_minimal.meters.writer_trace import Written
+from zero_minimal.meters.buckets import Written
 from zero_minimal.paper import formulas
-from zero_minimal.pictures.writer_chart import starts, writers
+from zero_minimal.pictures.bucket_chart import starts, writers
 
 LESSON, PAGE, TEACHER, PROSE, TOLD, MEASURED = texts_of("02_optimizer_state")
 

@@ -14,7 +14,7 @@ from house.lesson_pages import texts_of
 from thorough import sample
 
 from zero_minimal.core.block_pool import Pool
-from zero_minimal.meters import traces
+from zero_minimal.meters import allocator
 from zero_minimal.meters.allocator import CachingAllocator, fails, find_capacity, replay, smallest_capacity
 from zero_minimal.programs.lesson08_program import Recording, record, varied_lengths
 from zero_minimal.workload import data
@@ -37,7 +37,7 @@ POOLS = names["POOLS"]
 
 @pytest.fixture(scope="module")
 def recordings():
-    return {name: Recording(traces.unpacked(one), one["begins"], one["losses"]) for name, one in RECORDED.items()}
+    return {name: Recording(allocator.unpacked(one), one["begins"], one["losses"]) for name, one in RECORDED.items()}
 
 
 def recorded(*args):
@@ -45,7 +45,7 @@ def recorded(*args):
     gc.collect()
     gc.disable()
     recording = record(*args, shown=False)
-    return recording.begins, traces.packed(recording.trace), recording.losses
+    return recording.begins, allocator.packed(recording.trace), recording.losses
 
 
 @pytest.mark.thorough
@@ -81,16 +81,16 @@ def test_replaying_the_record_gives_the_figures(recordings):
 
 def test_a_record_is_read_as_it_was_written(recordings):
     for name, recording in recordings.items():
-        assert traces.packed(recording.trace) == {key: RECORDED[name][key] for key in ("requests", "categories")}
+        assert allocator.packed(recording.trace) == {key: RECORDED[name][key] for key in ("requests", "categories")}
         assert {event.storage.category for event in recording.trace} >= {"parameters", "gradients", "optimizer"}
 
 
 def test_what_is_asked_for_before_a_record_begins_is_left_out(recordings):
     trace = recordings[WITHOUT].trace
     cut = next(number for number, event in enumerate(trace) if event.bytes < 0)
-    packed = traces.packed(trace[cut:])
+    packed = allocator.packed(trace[cut:])
     assert len(packed["requests"]) < len(trace) - cut and packed["requests"][0] > 0
-    assert traces.packed(traces.unpacked(packed)) == packed
+    assert allocator.packed(allocator.unpacked(packed)) == packed
 
 
 def test_pools_that_lack_something_lack_it():

@@ -11,7 +11,8 @@ from zero_minimal.offloading.read_ahead import BUFFERS, ReadAhead
 from zero_minimal.paper import formulas
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.paper.shapes import parameter_count
-from zero_minimal.pictures.crossing_chart import draw_crossings, draw_elsewhere, draw_slowed, draw_turns
+from zero_minimal.pictures.offload_chart import draw_elsewhere, draw_slowed
+from zero_minimal.pictures.time_line import draw_crossings, draw_turns
 from zero_minimal.programs import train
 from zero_minimal.programs.offload_flags import Offload
 from zero_minimal.stage2 import Stage2

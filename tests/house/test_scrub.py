@@ -11,10 +11,8 @@ from house.lesson_pages import notebook_on
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.classroom.references import reference
 from zero_minimal.core.block_pool import Pool
-from zero_minimal.meters.allocator import MIB, CachingAllocator, fails, replay, rounded, smallest_capacity
-from zero_minimal.meters.traces import unpacked
-from zero_minimal.pictures.memory_map import moments
-from zero_minimal.pictures.scrub import Scrub
+from zero_minimal.meters.allocator import MIB, CachingAllocator, fails, replay, rounded, smallest_capacity, unpacked
+from zero_minimal.pictures.memory_map import Scrub, moments
 from zero_minimal.workload.data import read_tokens
 
 LESSON = found()["08_defragmentation"]

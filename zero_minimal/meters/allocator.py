@@ -16,6 +16,12 @@ torch's CUDACachingAllocator with its default settings:
 
 Left out: streams, and torch's options against fragmentation (max_split_size, expandable_segments). The driver's memory
 does not fragment: it maps pages, so any free pages can form a segment.
+
+    record = packed(ledger.trace)       # a dict for JSON: the allocations of a run in a small file
+    trace = unpacked(record)            # Events again, which can be replayed without the run
+
+In a record, `requests` has a number for each event: n above 0 allocates n bytes, −k frees the k-th allocation, counted
+from 1. `categories` has a letter for each allocation, the first letter of the ledger's category.
 """
 
 import bisect
@@ -23,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zero_minimal.core.block_pool import Block, Pool
-from zero_minimal.meters.memory import Event
+from zero_minimal.meters.memory import CATEGORIES, Event
 from zero_minimal.paper.quantities import number
 
 MIB = 2**20
@@ -266,3 +272,44 @@ def fails(trace: list[Event], capacity: int, pool: type[Pool] = Pool) -> OutOfMe
         replay(trace, CachingAllocator(capacity, pool))
     except OutOfMemory as failure:
         return failure.with_traceback(None)
+
+
+# ------------------------------------------------------------------------------------------------------ traces in files
+
+LETTERS = {"scalars": "s", "other": "x"} | {name: name[0] for name in CATEGORIES if name not in ("scalars", "other")}
+
+
+@dataclass(eq=False)
+class Request:
+    """Replaces the ledger's Storage in an Event of a recorded trace."""
+
+    number: int
+    category: str
+    bytes: int
+
+
+def packed(trace: list[Event]) -> dict:
+    """A ledger's trace as a record. Storages that were allocated before the trace began are left out."""
+    numbers: dict = {}
+    requests, categories = [], []
+    for event in trace:
+        if event.bytes > 0:
+            categories.append(LETTERS[event.storage.category])
+            numbers[event.storage] = len(categories)
+            requests.append(event.bytes)
+        elif event.storage in numbers:
+            requests.append(-numbers.pop(event.storage))
+    return {"requests": requests, "categories": "".join(categories)}
+
+
+def unpacked(record: dict) -> list[Event]:
+    """The Events of a record."""
+    names = {letter: name for name, letter in LETTERS.items()}
+    trace, asked = [], []
+    for request in record["requests"]:
+        if request > 0:
+            asked.append(Request(len(asked) + 1, names[record["categories"][len(asked)]], request))
+            trace.append(Event(0.0, asked[-1], request, "recorded"))
+        else:
+            trace.append(Event(0.0, asked[-request - 1], -asked[-request - 1].bytes, "recorded"))
+    return trace

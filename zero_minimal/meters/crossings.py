@@ -1,8 +1,13 @@
-"""Crossings: bytes that cross a rank's bus in a step, bytes kept on its device and host (offload.py), and bytes in a
-file (offloading/disk.py)."""
+"""Crossings: bytes that cross a rank's bus in a step, and when; bytes kept on its device and host (offload.py), and
+bytes in a file (offloading/disk.py); a process's resident memory."""
 
-from contextlib import contextmanager
+import contextlib
+import ctypes
+import gc
+import time
+from dataclasses import replace
 
+from zero_minimal.offloading.host_link import Crossing
 from zero_minimal.offloading.offloaded_state import resident_bytes
 
 
@@ -13,7 +18,7 @@ class BusMeter:
         self.zero, self.steps = zero, 0
         self.to_host = self.to_device = self.read = self.written = 0  # bytes
 
-    @contextmanager
+    @contextlib.contextmanager
     def step(self):
         """A context around one optimizer step."""
         bus = self.zero.host.bus
@@ -55,3 +60,37 @@ class BusMeter:
             "bus": self.crossed(),
             "resident": {"device": resident_bytes(), "host": resident},
         } | ({"disk": disk | moved} if disk else {})
+
+
+class Crossings:
+    """Records each tensor that crosses a rank's bus while this is open; seconds count from its opening.
+
+        with Crossings(zero.host.bus) as crossings, Events() as seen:
+            ...
+        crossings.seen      a list of bus.Crossing
+    """
+
+    def __init__(self, bus):
+        self.bus = bus
+        self.seen: list[Crossing] = []
+
+    def __enter__(self):
+        began = time.monotonic()
+
+        def hear(crossing: Crossing) -> None:
+            times = {name: getattr(crossing, name) - began for name in ("start", "end", "asked", "had")}
+            self.seen.append(replace(crossing, **times))
+
+        self.bus.hear = hear
+        return self
+
+    def __exit__(self, *error):
+        self.bus.hear = None
+
+
+def settled_bytes() -> int | None:
+    """resident_bytes() of this process after freed memory is returned to the system, if the system can do that."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # not every libc has malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
+    return resident_bytes()

@@ -2,11 +2,15 @@
 
     time_steps     only the steps, a clock, and the peak of memory that the operating system saw
     watch_steps    a short run under the memory ledger and the traffic meter, which slow it down
+
+Runs are timed in turn, A B C, A B C, …: a machine's speed drifts over minutes, so a run is divided by another run of
+its own round. The median and the spread of these ratios can be trusted.
 """
 
 import gc
 import itertools
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -146,3 +150,26 @@ def machine_seconds() -> float | None:
 def _status(field: str) -> int:
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
+
+
+# ------------------------------------------------------------------------------------------------------ what times tell
+
+
+def run_seconds(results: list[dict]) -> float:
+    """Seconds per step of one run: the median step, where the slowest rank determines a step's time.
+
+    results: [rank], what time_steps returns.
+    """
+    return statistics.median(max(step) for step in zip(*(result["seconds"] for result in results), strict=True))
+
+
+def ratios(own: list[float], theirs: list[float]) -> dict[str, float]:
+    """The spread of own / theirs, round by round. own, theirs: [round]."""
+    return spread([mine / other for mine, other in zip(own, theirs, strict=True)])
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """{"min", "lower_quartile", "median", "upper_quartile", "max"}; for a single value, all are that value."""
+    quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return dict(zip(("min", "lower_quartile", "median", "upper_quartile", "max"),
+                    (min(values), *quartiles, max(values)), strict=True))

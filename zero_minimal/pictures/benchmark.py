@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from zero_minimal.meters.rounds import ratios, run_seconds
+from zero_minimal.meters.timing import ratios, run_seconds
 from zero_minimal.pictures import style
 
 LEDGER, RESIDENT = ("#444444", ""), ("#AAAAAA", "xx")  # peak memory: by the ledger, and by the operating system
@@ -95,7 +95,7 @@ def draw_models(rows: list[dict]) -> Figure:
 def spread_panel(axis: Axes, rows: list[dict]) -> None:
     """Step times divided by DDP's of the same round: median, quartiles (thick) and extremes (thin).
 
-    rows: {"name", "ratios": {"DDP": as from rounds.ratios}}, from top to bottom.
+    rows: {"name", "ratios": {"DDP": as from timing.ratios}}, from top to bottom.
     """
     thick = {"color": "#999999", "linewidth": 5, "solid_capstyle": "butt"}
     axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--", label="DDP's time")

@@ -1,7 +1,11 @@
 """Fragmentation: where storages are in memory, with and without slabs, replayed by a model of the allocator; and how
-much memory allocators without best fit, splitting or merging need."""
+much memory allocators without best fit, splitting or merging need. And a slider that moves through a memory, request by
+request, in a notebook or a browser, without a server."""
 
 import bisect
+import json
+import zlib
+from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -9,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from zero_minimal.meters.allocator import MIB, CachingAllocator, Finding, OutOfMemory, Row, memory_map
+from zero_minimal.meters.memory import Event
 from zero_minimal.pictures import style
 
 HOLE = {"facecolor": "#F4F4F4", "edgecolor": "#ADADAD", "hatch": "xxx", "linewidth": 0}
@@ -183,3 +188,52 @@ def draw_least(pools: dict[str, int], used: float, with_slabs: int) -> Figure:
     axis.grid(visible=False, axis="y")
     axis.grid(axis="x", **style.GRID)
     return picture
+
+
+# --------------------------------------------------------------------------------------------------- request by request
+
+TEMPLATE = Path(__file__).with_name("scrub.html")
+
+
+class Scrub:
+    """Bars of whole memories, each with a slider over the requests of a trace; shown as HTML.
+
+    Args:
+        traces: {name: trace}, from unpacked(), replayed with this capacity until they end or fail.
+        starts: {name: the request shown first}; by default the one that fails, or else the last.
+        pools: {name: the Pool that serves it}; by default the allocator's own.
+    """
+
+    def __init__(self, traces: dict[str, list[Event]], capacity: int, starts: dict[str, int] | None = None,
+                 pools: dict[str, type] | None = None):
+        self.capacity = capacity
+        self.memories = [_memory(name, trace, capacity, (starts or {}).get(name), (pools or {}).get(name))
+                         for name, trace in traces.items()]
+
+    def __repr__(self) -> str:
+        return f"{' and '.join(memory['name'] for memory in self.memories)}, to be scrubbed through in a notebook"
+
+    def _repr_html_(self) -> str:
+        seen = {row[-1] for memory in self.memories for row in memory["rows"]}
+        content = {"capacity": self.capacity, "memories": self.memories,
+                   "looks": {category: colour for category, (colour, _) in style.LOOKS.items() if category in seen}}
+        data = json.dumps(content, separators=(",", ":"))
+        name = f"scrub-{zlib.crc32(data.encode()):x}"  # a page may have several elements
+        return TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", data).replace("__ID__", name)
+
+
+def _memory(name: str, trace: list[Event], capacity: int, start: int | None, pool: type | None) -> dict:
+    """One replay for the page: rows (begin, end, address, bytes, category), segments (begin, end, address, bytes), the
+    bytes of each request (negative: freed), and where it fails."""
+    allocator = CachingAllocator(capacity, pool) if pool else CachingAllocator(capacity)
+    rows, failure = memory_map(trace, allocator)
+    last = failure.request if failure else len(trace) - 1
+    return {
+        "name": name, "start": last if start is None else start, "fails": failure and failure.request,
+        "requests": [event.bytes for event in trace[: last + 1]],
+        # include the failing request in the lifetime of what is alive then
+        "rows": [[row.begin, row.end + (failure is not None and row.end == last), row.address, row.bytes,
+                  look_of(row.category)] for row in rows],
+        "segments": [[segment.begin, segment.end, segment.address, segment.bytes]
+                     for segment in _all_segments(allocator)],
+    }

@@ -1,9 +1,12 @@
 """Offloading: what is on the device, what is on its host, and what the bus between them costs."""
 
+from collections.abc import Sequence
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrow, Rectangle
 
+from zero_minimal.paper.formulas import STATES
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.pictures import style
 
@@ -123,3 +126,54 @@ def beside(axis: Axes, places: list, heights: list, formula: list, title: str, w
     words = [f"{height:.3g}" if height else "" for height in heights]
     style.words_above(axis, places, heights, words, gap=4, fontsize=9)
     axis.set_title(title, fontsize=11)
+
+
+# ----------------------------------------------------------------------------------------------------------- a slow bus
+
+BUS = style.LOOKS["buffers"]
+
+
+def draw_elsewhere(rungs: dict[str, dict[str, float]]) -> Figure:
+    """Bytes per parameter, a bar for each rung: on the device by category, upward; on the host, downward. The number
+    above a bar counts the model states.
+
+    Args: rungs, {name: {state: bytes per parameter on the device, "bus": of its buffers, "host": on the host}}.
+    """
+    result, ((axis,),) = style.figure(1, 1, 7.5, 4.0)
+    places = range(len(rungs))
+    tops = style.stacked_bars(axis, places, [
+        (state, style.LOOKS.get(state, BUS), [held[state] for held in rungs.values()]) for state in (*STATES, "bus")
+    ], width=0.6)
+    below = [held["host"] for held in rungs.values()]
+    style.bars(axis, places, [-size for size in below], HOST, "on the host", width=0.6)
+    states = [sum(held[state] for state in STATES) for held in rungs.values()]
+    style.words_above(axis, places, tops, [f"{size:.3g}" for size in states])
+    style.words_above(axis, places, [-size for size in below], [f"{size:.3g}" if size else "" for size in below],
+                      gap=-12)
+    axis.axhline(0, color="black", linewidth=1)
+    axis.set_ylim(-1.15 * max(below) - 1, 1.1 * max(tops))
+    axis.set_yticks(range(-12, 17, 4), [abs(value) for value in range(-12, 17, 4)])
+    axis.set_ylabel("bytes a parameter: host below, device above", fontsize=9)
+    style.name_bars(axis, places, list(rungs))
+    style.legend_outside(result, style.entries_of([axis]), side="upper")
+    return result
+
+
+def draw_slowed(slowed: dict[int, Sequence]) -> Figure:
+    """How much longer a step takes with a slow bus, a line for each number of tokens.
+
+    Args: slowed, {tokens of a rank: [(GB/s, step time divided by that with an infinitely fast bus)]}.
+    """
+    result, ((axis,),) = style.figure(1, 1, style.PAGE, 4.3)
+    for (tokens, line), marker, colour in zip(slowed.items(), style.MARKERS, style.STAGE_COLOURS[1:], strict=False):
+        speeds, times = zip(*line, strict=True)
+        axis.plot(speeds, times, marker=marker, color=colour, label=f"{tokens:,} tokens a rank")
+    axis.axhline(1, color="black", linewidth=1, label="a bus that takes no time")
+    axis.set_xscale("log")
+    axis.set_xticks(speeds, [f"{speed:g}" for speed in speeds])
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("GB/s of a bus beside a GPU; here as much slower as this machine computes")
+    axis.set_ylabel("times as long a step")
+    axis.legend(fontsize=9, frameon=False)
+    return result

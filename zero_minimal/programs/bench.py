@@ -36,8 +36,7 @@ from dataclasses import replace
 import torch
 
 from zero_minimal.meters.observer import MEMORY_STEPS, TRAFFIC_STEPS
-from zero_minimal.meters.rounds import ratios, run_seconds
-from zero_minimal.meters.timing import time_steps, watch_steps
+from zero_minimal.meters.timing import ratios, run_seconds, time_steps, watch_steps
 from zero_minimal.paper import formulas
 from zero_minimal.pictures import style
 from zero_minimal.pictures.benchmark import draw_benchmark

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zero_minimal.core import collectives, optimizers, replicas
-from zero_minimal.meters.crossings import BusMeter
-from zero_minimal.meters.host_link_times import settled_bytes
+from zero_minimal.meters.crossings import BusMeter, settled_bytes
 from zero_minimal.meters.observer import Observer
 from zero_minimal.offload import LeavesAtOnce, Offloaded1, Offloaded2
 from zero_minimal.offloading.host_link import Bus

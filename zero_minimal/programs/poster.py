@@ -12,8 +12,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from zero_minimal.meters.allocator import find_capacity
-from zero_minimal.meters.traces import unpacked
+from zero_minimal.meters.allocator import find_capacity, unpacked
 from zero_minimal.paper.formulas import STATES, formula, volume
 from zero_minimal.pictures.activation_chart import draw_staircase
 from zero_minimal.pictures.memory_map import draw_map

@@ -5,7 +5,7 @@ All is computed from the JSON file, which is the only source for the page, the p
 
 from itertools import pairwise
 
-from zero_minimal.meters.rounds import ratios
+from zero_minimal.meters.timing import ratios
 from zero_minimal.programs import report
 from zero_minimal.programs.replicate_plan import NEW, OFFLOADED, SAME, STANDARD, ZERO
 from zero_minimal.programs.words import paragraph

@@ -17,7 +17,7 @@ from zero_minimal.paper import formulas
 from zero_minimal.paper.moments import BUCKET as DEFAULT
 from zero_minimal.paper.quantities import plural, size, size_text, size_unit
 from zero_minimal.pictures import style
-from zero_minimal.pictures.simulation_chart import draw_simulation
+from zero_minimal.pictures.plan_chart import draw_simulation
 from zero_minimal.programs import plan_markdown, progress, report
 from zero_minimal.programs.cases import BUCKETS, Budget, Case, phases
 from zero_minimal.programs.models import add_flags, chosen, sizes_text
