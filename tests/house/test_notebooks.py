@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from thorough import sample
 
 from zero_minimal import notebook
 from zero_minimal.core import collectives, ring
-from zero_minimal.meters import message_trace
+from zero_minimal.meters import deliveries
 from zero_minimal.meters.events import Collective, Events, Span, overlap
 from zero_minimal.meters.memory import Moment
 from zero_minimal.paper import formulas
@@ -135,49 +134,28 @@ def test_gradients_on_3_ranks(ranks=3):
 # ------------------------------------------------------------------------------------------- messages, spans, pictures
 
 
-def record_of(algorithm):
-    """What Messages sees of a ring algorithm, on this rank."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    calls = {
-        "reduce_scatter": lambda: ring.reduce_scatter(torch.full((world_size,), 10.0**rank)),
-        "all_reduce": lambda: ring.all_reduce(torch.full((world_size,), 10.0**rank)),
-        "broadcast": lambda: ring.broadcast(torch.full((4,), 10.0**rank), root=1),
-        "large": lambda: ring.all_reduce(torch.ones(world_size * 1000)),
-    }
-    with message_trace.Messages() as seen:
-        calls[algorithm]()
+def watched_ring():
+    """What is seen of a reduce-scatter, of the all-gather after it, and of a broadcast, on this rank."""
+    reduced = deliveries.watch(ring, "reduce_scatter")
+    records = [reduced, deliveries.watch(ring, "all_gather", reduced["end"]), deliveries.watch(ring, "broadcast")]
     assert not torch.are_deterministic_algorithms_enabled()
-    return seen.record | {"sent": seen.sent_bytes}
+    return records
 
 
-def test_messages_of_a_reduce_scatter():
-    states, sends = message_trace.steps(toys.run(record_of, 3, "reduce_scatter"))
-    assert states == [
-        [[1, 1, 1], [10, 10, 10], [100, 100, 100]],
-        [[1, 101, 1], [10, 10, 11], [110, 100, 100]],
-        [[111, 101, 1], [10, 111, 11], [110, 100, 111]],
+def test_messages_of_the_ring():
+    reduced, gathered, broadcast = map(deliveries.told, zip(*toys.run(watched_ring, 3), strict=True))
+    assert [[["".join(map(str, sorted(parts))) for parts in held] for held in state] for state in reduced.states] == [
+        [["0", "0", "0"], ["1", "1", "1"], ["2", "2", "2"]],
+        [["0", "02", "0"], ["1", "1", "01"], ["12", "2", "2"]],
+        [["012", "02", "0"], ["1", "012", "01"], ["12", "2", "012"]],
     ]
-    assert sends == [[2, 0, 1], [1, 2, 0]]
-
-
-def test_messages_of_an_all_reduce():
-    records = toys.run(record_of, 3, "all_reduce")
-    states, sends = message_trace.steps(records)
-    assert len(states) == 5 and len(sends) == 4
-    gathering = [[[not math.isnan(value) for value in held] for held in state] for state in states[2:]]
-    assert gathering[0] == [[True, False, False], [False, True, False], [False, False, True]]
-    assert gathering[1] == [[True, False, True], [True, True, False], [False, True, True]]
-    assert states[-1] == [[111] * 3] * 3
-    assert [record["sent"] for record in records] == [2 * 2 * 4] * 3  # 2(N-1) chunks of one element
-    large = toys.run(record_of, 2, "large")[0]
-    assert large["states"] == [] and large["sent"] == 2 * 4000
-
-
-def test_messages_of_a_broadcast():
-    states, sends = message_trace.pipeline(toys.run(record_of, 3, "broadcast"))
-    came = [[sum(not math.isnan(value) for value in held) for held in state] for state in states]
+    assert [[sent[1] for sent in step] for step in reduced.sends] == [[[2], [0], [1]], [[1], [2], [0]]]
+    assert [[[len(parts) for parts in held] for held in state] for state in gathered.states] == [
+        [[3, 0, 0], [0, 3, 0], [0, 0, 3]], [[3, 0, 3], [3, 3, 0], [0, 3, 3]], [[3] * 3] * 3]
+    came = [[sum(map(bool, held)) for held in state] for state in broadcast.states]
     assert came == [[0, 4, 0], [0, 4, 1], [1, 4, 2], [2, 4, 3], [3, 4, 4], [4, 4, 4]]
-    assert sends == [[None, 0, None], [None, 1, 0], [None, 2, 1], [None, 3, 2], [None, None, 3]]
+    assert [[sent and sent[1] for sent in step] for step in broadcast.sends] == [
+        [None, [0], None], [None, [1], [0]], [None, [2], [1]], [None, [3], [2]], [None, None, [3]]]
 
 
 def spans_of_some_collectives():
@@ -212,8 +190,8 @@ def test_overlap_counts_time_once():
 
 
 def test_picture_of_a_ring():
-    states = [[[1, math.nan], [10, 10]], [[11, 1], [11, 11]]]
-    drawn = draw_ring(states, [[0, None]], "title")
+    states = [[[(0,), ()], [(1,), (1,)]], [[(0, 1), (0,)], [(0, 1), (0, 1)]]]
+    drawn = draw_ring(deliveries.Story(states, [[(1, [0]), None]], []), "title")
     first, second = drawn.axes
     assert [text.get_text() for text in first.texts] == ["0", "", "1", "1"]
     assert [text.get_text() for text in second.texts] == ["all", "0", "all", "all"]

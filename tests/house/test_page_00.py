@@ -15,7 +15,7 @@ import toys
 from zero_minimal.classroom import lessons
 from zero_minimal.core import ring
 from zero_minimal.meters import latency_probe
-from zero_minimal.meters.message_trace import Messages
+from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.pictures.latency_chart import time_text
 from zero_minimal.processes import ranks
@@ -51,7 +51,7 @@ def sent():
     """What this rank sends of PAYLOAD: all-reduce, reduce-scatter, broadcast from rank 0."""
     tensor, counts = torch.zeros(PAYLOAD // 4), []
     for algorithm in (ring.all_reduce, ring.reduce_scatter, ring.broadcast):
-        with Messages() as seen:
+        with TrafficMeter() as seen:
             algorithm(tensor)
         counts.append(seen.sent_bytes / 1000)
     return counts

@@ -8,6 +8,7 @@ import pytest
 from matplotlib.image import imread
 from matplotlib.text import Text
 
+from zero_minimal.meters.deliveries import Story
 from zero_minimal.pictures import style
 from zero_minimal.pictures.benchmark import draw_benchmark
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
@@ -18,7 +19,6 @@ HOUSE = Path(__file__).parents[2]
 LESSONS = HOUSE / "lessons"
 PAGES = [HOUSE / "README.md", *sorted(LESSONS.rglob("*.md"))]
 PAGE = 830  # pixels
-NAN = float("nan")
 
 
 @pytest.mark.thorough
@@ -33,8 +33,8 @@ def recorded(name):
 
 
 def a_ring():
-    start = [[10.0**rank if chunk == rank else NAN for chunk in range(4)] for rank in range(4)]
-    return draw_ring([start] * 4, [list(range(4))] * 3, "all-gather")
+    start = [[(rank,) if chunk == rank else () for chunk in range(4)] for rank in range(4)]
+    return draw_ring(Story([start] * 4, [[((rank + 1) % 4, [rank]) for rank in range(4)]] * 3, []), "all-gather")
 
 
 DRAWN = {
@@ -70,11 +70,12 @@ def test_what_cannot_be_read_is_told(what, says):
 
 
 def test_a_caption_speaks_of_sums_only_where_there_are_some():
-    gathered = [[[1.0, NAN], [NAN, 10.0]], [[1.0, 10.0], [1.0, 10.0]]]
+    gathered = [[[(0,), ()], [(), (1,)]], [[(0,), (1,)], [(0,), (1,)]]]
     assert "sum" not in meaning(gathered) and "had this chunk" in meaning(gathered)
-    assert meaning([[[1.0, 1.0, 1.0], [10.0] * 3, [100.0] * 3], [[1.0, 101.0, 1.0], [10.0] * 3, [100.0] * 3]]) == (
-        "0+2: the sum of what ranks 0 and 2 had at the start.")
-    assert meaning([[[1.0], [10.0]], [[11.0], [11.0]]]) == "all: the sum of what all ranks had at the start."
+    start = [[(rank,)] * 3 for rank in range(3)]
+    then = [[(0,), (0, 2), (0,)], *start[1:]]
+    assert meaning([start, then]) == "0+2: the sum of what ranks 0 and 2 had at the start."
+    assert meaning([[[(0,)], [(1,)]], [[(0, 1)], [(0, 1)]]]) == "all: the sum of what all ranks had at the start."
 
 
 # ---------------------------------------------------------------------------------------------------------- their pages

@@ -3,9 +3,9 @@
     seen = deliveries.watch(mine, "reduce_scatter")     on each rank; `mine` is a module
     story = deliveries.told(world["seen"])              who held what, step by step: pictures/ring_chart.py draws it
 
-message_trace.py reads the tensor that an algorithm works in; a learner's may use several, or copies. This reads only
-the numbers, which are marked: chunk c of rank r starts as (2c+1)·16^r. So the base-16 digits of any sum tell which
-ranks' parts are in it, and of which chunk. (fp32 holds such sums of up to 6 ranks exactly.)
+An algorithm may work in several tensors, or copies. So this reads only the numbers, which are marked: chunk c of rank r
+starts as (2c+1)·16^r. So the base-16 digits of any sum tell which ranks' parts are in it, and of which chunk. (fp32
+holds such sums of up to 6 ranks exactly.)
 """
 
 from typing import NamedTuple
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.meters.message_trace import fill_new_memory_with_nan
 from zero_minimal.meters.traffic import OPERATORS
 
 BASE = 16
@@ -66,9 +65,14 @@ class Deliveries(TorchDispatchMode):
         return operator(*args, **kwargs or {})
 
 
-def watch(module, name: str) -> dict:
-    """Run module.reduce_scatter, .all_gather or .broadcast on marked numbers, and return this rank's record for `told`.
-    The root of the broadcast is rank 1."""
+def fill_new_memory_with_nan(on: bool) -> None:
+    """torch.use_deterministic_algorithms does this, too, but first loads torch's compiler, which takes seconds."""
+    torch._C._set_deterministic_algorithms(on)
+
+
+def watch(module, name: str, start: list[float] | None = None) -> dict:
+    """Run module.reduce_scatter, .all_gather or .broadcast on marked numbers, or on `start`, what another
+    one left ("end" of its record); return this rank's record for `told`. The root of the broadcast is rank 1."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     root, own = 1 % world_size, marked(rank, world_size)
     tensor, chunks, options = {
@@ -77,6 +81,8 @@ def watch(module, name: str) -> dict:
         "broadcast": (marked(rank, CHUNKS) if rank == root else torch.full((CHUNKS * SIZE,), torch.nan), CHUNKS,
                       {"root": root}),
     }[name]
+    if start is not None:
+        tensor = torch.tensor(start)
     start = tensor.tolist()
     with Deliveries() as seen:
         result = getattr(module, name)(tensor, **options)

@@ -1,6 +1,5 @@
 """Ring: which rank holds what while chunks travel around the ring; a learner's algorithms next to the lesson's."""
 
-from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
@@ -14,13 +13,9 @@ NEXT = {"edgecolor": "#D55E00", "linewidth": 2.6, "facecolor": "none"}  # outlin
 MOST_PANELS = 9  # of a learner's story: the first steps and the end
 
 
-def draw_ring(states: list, sends: list, title: str) -> Figure:
-    """Which rank holds what: a panel for each step, with a line for each rank and a column for each chunk.
-
-    Args:
-        states: [step][rank][chunk], sums of 10^r over the ranks r that have added their part; NaN: empty. sends:
-        [step][rank], the chunk that the rank sends next, or None.
-    """
+def draw_ring(story: Story, title: str) -> Figure:
+    """Which rank holds what: a panel for each step, with a line for each rank and a column for each chunk."""
+    states = story.states
     world_size, chunks = len(states[0]), len(states[0][0])
     size = max(0.56 * chunks + 0.2, 1.3), 0.44 * world_size + 0.75  # inches of a panel
     columns = min(len(states), int((style.PAGE - 0.6) / size[0]))
@@ -30,11 +25,7 @@ def draw_ring(states: list, sends: list, title: str) -> Figure:
         axis.set_visible(panel < len(states))
         if panel >= len(states):
             continue
-        for rank in range(world_size):
-            for chunk in range(chunks):
-                _cell(axis, rank, chunk, parts_of(states[panel][rank][chunk], world_size), world_size)
-            if panel < len(sends) and sends[panel][rank] is not None:
-                _outline(axis, rank, sends[panel][rank])
+        _panel(axis, story, panel)
         style.rank_cells(axis, world_size, range(chunks), margin=0.55, named=panel % columns == 0)
         axis.set_title("at the start" if panel == 0 else f"after step {panel}", fontsize=10)
         if panel + columns >= len(states):
@@ -49,34 +40,13 @@ def draw_ring(states: list, sends: list, title: str) -> Figure:
 def meaning(states: list) -> str:
     """The meaning of the cells' words; it mentions sums only if ranks add anything."""
     world_size = len(states[0])
-    held = {frozenset(parts_of(value, world_size)) for ranks in states for chunks in ranks for value in chunks}
+    held = {frozenset(parts or ()) for ranks in states for chunks in ranks for parts in chunks}
     sums = sorted((sorted(parts) for parts in held if 1 < len(parts)), key=lambda parts: (len(parts), parts))
     if not sums:
         return "A number: the rank that had this chunk at the start."
     example = "+".join(map(str, sums[0])) if len(sums[0]) < world_size else "all"
     whose = f"what ranks {sums[0][0]} and {sums[0][1]} had" if example != "all" else "what all ranks had"
     return f"{example}: the sum of {whose} at the start."
-
-
-def parts_of(value: float, world_size: int) -> list[int]:
-    """The ranks r whose parts are in a chunk, which is the sum of 10^r. NaN: the chunk is still empty."""
-    return [] if value != value else [rank for rank in range(world_size) if int(value) // 10**rank % 10]
-
-
-def _cell(axis: Axes, rank: int, chunk: int, parts: Sequence[int], world_size: int, size: float = 9) -> None:
-    """One chunk of one rank: darker with each rank whose part is in it, and their numbers. size: of the font."""
-    every = sorted(parts) == list(range(world_size))
-    shade = HELD[-1] if every else HELD[min(len(parts), len(HELD) - 2)]
-    axis.add_patch(Rectangle((chunk - 0.44, rank - 0.42), 0.88, 0.84, facecolor=shade, edgecolor="#999999",
-                             linewidth=0.6))
-    words = "all" if every and world_size > 1 else "+".join(map(str, parts))
-    axis.text(chunk, rank, words, ha="center", va="center", fontsize=size,
-              color="white" if shade == HELD[-1] else "black")
-
-
-def _outline(axis: Axes, rank: int, chunk: int) -> None:
-    """Mark a chunk that is sent in the next step."""
-    axis.add_patch(Rectangle((chunk - 0.44, rank - 0.42), 0.88, 0.84, zorder=3, **NEXT))
 
 
 # ------------------------------------------------------------------------------------------------------ a learner's own
@@ -107,17 +77,18 @@ def _draw_beside(place: SubFigure, name: str, lines: dict[str, Story]) -> None:
     axes = place.subplots(len(lines), columns, squeeze=False)
     model = next(iter(lines.values()))
     for row, (whose, story) in zip(axes, lines.items(), strict=True):
+        world_size, chunks = len(story.states[0]), len(story.states[0][0])
+        size = _font_size(story, style.PAGE / columns)
         numbers = list(range(len(story.states)))
         if len(numbers) > columns:
             numbers[columns - 1 :] = numbers[-1:]
         for axis in row[len(numbers) :]:
             axis.set_visible(False)
         for axis, number in zip(row, numbers, strict=False):
-            _panel(axis, story, number, style.PAGE / columns)
+            _panel(axis, story, number, size)
             for rank, chunk in differences(story, model, number):
                 axis.text(chunk - 0.42, rank - 0.4, "≠", ha="left", va="top", fontsize=9, fontweight="bold",
                           color=NEXT["edgecolor"], zorder=4)
-            world_size, chunks = len(story.states[0]), len(story.states[0][0])
             style.rank_cells(axis, world_size, range(chunks), margin=0.55, named=axis is row[0])
             axis.set_title(_moment(number, len(story.states)), fontsize=9)
         row[0].set_ylabel(whose, fontsize=11, fontweight="bold")
@@ -125,26 +96,35 @@ def _draw_beside(place: SubFigure, name: str, lines: dict[str, Story]) -> None:
     place.supxlabel(_explained(lines), fontsize=9)
 
 
+def _font_size(story: Story, inches: float) -> float:
+    """Points, so that the longest sum fits its cell; `inches` of a panel."""
+    world_size, chunks = len(story.states[0]), len(story.states[0][0])
+    most = max(len(parts) for ranks in story.states for row in ranks for parts in row
+               if parts is not None and len(parts) != world_size)  # a sum of all ranks is one word
+    return min(9.0, max(5.0, 0.56 * 72 * inches / chunks / (0.6 * max(3, 2 * most - 1))))
+
+
 def _moment(number: int, count: int) -> str:
     return "at the start" if number == 0 else "at the end" if number == count - 1 else f"after step {number}"
 
 
-def _panel(axis: Axes, story: Story, number: int, inches: float) -> None:
+def _panel(axis: Axes, story: Story, number: int, size: float = 9) -> None:
+    """What each rank holds at a step, and outlined what it sends next. A cell is darker with each rank whose part is in
+    it, and has their numbers. size: of the font, in points."""
     state = story.states[number]
-    world_size, chunks = len(state), len(state[0])
-    numbers = max(len(parts) for parts in (held for ranks in story.states for row in ranks for held in row)
-                  if parts is not None and len(parts) != world_size)  # a sum of all ranks is one word
-    size = min(9.0, max(5.0, 0.56 * 72 * inches / chunks / (0.6 * max(3, 2 * numbers - 1))))  # points
+    world_size = len(state)
     for rank in range(world_size):
         for chunk, parts in enumerate(state[rank]):
-            if parts is None:
-                _cell(axis, rank, chunk, (), world_size)
-                axis.text(chunk, rank, "?", ha="center", va="center", fontsize=9)
-            else:
-                _cell(axis, rank, chunk, parts, world_size, size)
+            every = parts is not None and sorted(parts) == list(range(world_size))
+            shade = HELD[-1] if every else HELD[min(len(parts or ()), len(HELD) - 2)]
+            axis.add_patch(Rectangle((chunk - 0.44, rank - 0.42), 0.88, 0.84, facecolor=shade, edgecolor="#999999",
+                                     linewidth=0.6))
+            words = "?" if parts is None else "all" if every and world_size > 1 else "+".join(map(str, parts))
+            axis.text(chunk, rank, words, ha="center", va="center", fontsize=9 if parts is None else size,
+                      color="white" if every else "black")
         sent = story.sends[number][rank] if number < len(story.sends) else None
         for chunk in sent[1] if sent else ():
-            _outline(axis, rank, chunk)
+            axis.add_patch(Rectangle((chunk - 0.44, rank - 0.42), 0.88, 0.84, zorder=3, **NEXT))
             if sent[0] != (rank + 1) % world_size:
                 axis.text(chunk + 0.42, rank + 0.42, f"→{sent[0]}", ha="right", va="center", fontsize=7, zorder=4,
                           bbox=style.WHITE)
