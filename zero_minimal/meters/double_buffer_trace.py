@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_minimal.core import seams, work
+from zero_minimal.core import work
+from zero_minimal.meters.events import Events
 
 EVENTS = (
     "fill",  # the buffer was taken, to be sent next
@@ -30,7 +31,7 @@ def numbered(sizes: Sequence[int]) -> list[Tensor]:
     return [torch.full((size,), float(number)) for number, size in enumerate(sizes, 1)]
 
 
-class Trays:
+class Trays(Events):
     """Replaces two constant buffers on this rank, and watches them while it is open.
 
     record: {"elements": of a buffer, "ranks": how many share it, "events": [one of EVENTS, number of the buffer or None
@@ -38,6 +39,7 @@ class Trays:
     """
 
     def __init__(self, buffers):
+        super().__init__()
         self._watched, self._place, self._load = buffers, None, -1
         self._pending: list = []
         self.record: dict = {"elements": buffers.elements, "ranks": dist.get_world_size(buffers.group), "events": [],
@@ -46,13 +48,8 @@ class Trays:
     def __getattr__(self, name: str):
         return getattr(self._watched, name)
 
-    def __enter__(self):
-        self._listening = seams.heard_by("collective", self._hear)
-        self._listening.__enter__()
-        return self
-
     def __exit__(self, *error):
-        self._listening.__exit__(*error)
+        super().__exit__(*error)
         for pending in self._pending:  # unfinished collectives would mix with later messages
             pending.wait()
 
@@ -86,7 +83,7 @@ class Trays:
         return next((number for number, buffer in enumerate(self._watched.buffers)
                      if 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.nbytes), None)
 
-    def _hear(self, moment: str, call: work.Call) -> None:
+    def hear(self, moment: str, call: work.Call) -> None:
         if moment == "start" and self._load == len(self.record["loads"]):  # the first collective of this load
             values, counts = torch.unique_consecutive(max(call.tensors, key=Tensor.numel), return_counts=True)
             self.record["loads"].append([[round(value), count] for value, count in zip(

@@ -7,7 +7,8 @@
     overlapped(seen.events), collectives(seen.events), by_phase(seen.events)          what they show
 
 Only collectives of the course's stages are recorded. Their order, but not the seconds, is the same on any machine if
-ranks wait for each other. Classes that look at something at each event inherit from Events: Lanes, Written, Conveyor.
+ranks wait for each other. Classes that look at something at each event inherit from Events: Lanes, Written,
+Conveyor, Trays.
 """
 
 import contextlib

@@ -54,8 +54,8 @@ class Cuda:
         }
 
 
-class StandIn:
-    """No GPU: `--dry`."""
+class StandIn(Cuda):
+    """No GPU: `--dry`. Torch then reports no memory."""
 
     is_there = False
 
@@ -68,16 +68,8 @@ class StandIn:
     def seconds(self, start, end) -> float:
         return end - start
 
-    def allocated(self) -> int:
-        return 0
-
-    highest = allocated
-
     def forget(self) -> None:
         pass
-
-    def stats(self) -> dict[str, int]:
-        return {"reserved": 0, "allocated": 0, "split": 0, "retries": 0}
 
 
 def of(device: torch.device) -> Cuda | StandIn:

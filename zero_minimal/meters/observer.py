@@ -84,8 +84,9 @@ class Observer:
         is_peer = hasattr(zero, "theory_stage")  # torch's own: it names the stage whose formulas apply
         stage = zero.theory_stage if is_peer else stage_in(type(zero).__name__)
         offloaded = hasattr(zero, "host")
-        rest = (rank.world_size, settings.dtype, offloaded)
-        step_seconds = self.step_seconds()
+        rest = (rank.world_size, settings.dtype)
+        step_seconds, accumulate = self.step_seconds(), settings.accumulate
+        peak, highest = self.ledger.peak, self.ledger.highest()
         return {
             "name": _name(zero, stage),
             "stage": None if is_peer else stage,
@@ -97,10 +98,20 @@ class Observer:
             "parameters": parameters,
             "step_seconds": step_seconds,
             "tokens_per_second": settings.tokens_per_step(rank.world_size) / step_seconds,
-            "memory": self._memory(),
-            "theory": formulas.model_states(stage, parameters, *rest),
-            "padding": formulas.model_states(stage, padding, *rest),
-            "traffic": self._traffic(stage, parameters, padding),
+            "memory": {
+                **{state: self.states[state] for state in formulas.STATES},
+                **{category: highest[category] for category in ("activations", "buffers")},
+                "peak": peak.total,
+                "peak_by_category": peak.bytes,
+            },
+            "theory": formulas.model_states(stage, parameters, *rest, offloaded),
+            "padding": formulas.model_states(stage, padding, *rest, offloaded),
+            "traffic": self.sent() | {
+                "theory_bytes": formulas.traffic(stage, parameters, *rest, accumulate),
+                "theory_volume": formulas.volume(stage, accumulate),
+                "padding_bytes": formulas.traffic(stage, padding, *rest, accumulate),
+                "wire_bytes": statistics.median(self.wire_bytes) if self.wire_bytes else None,
+            },
             "settings": asdict(settings),
         }
 
@@ -111,28 +122,6 @@ class Observer:
     def sent(self) -> dict:
         """TrafficMeter.per_step() of the watched steps."""
         return self.meter.per_step(self.traffic_to - self.traffic_from)
-
-    def _memory(self) -> dict:
-        peak, highest = self.ledger.peak, self.ledger.highest()
-        return {
-            "parameters": self.states["parameters"],
-            "gradients": self.states["gradients"],
-            "optimizer": self.states["optimizer"],
-            "activations": highest["activations"],
-            "buffers": highest["buffers"],
-            "peak": peak.total,
-            "peak_by_category": peak.bytes,
-        }
-
-    def _traffic(self, stage: int, parameters: int, padding: int) -> dict:
-        accumulate = self.settings.accumulate
-        rest = (self.rank.world_size, self.settings.dtype, accumulate)
-        return self.sent() | {
-            "theory_bytes": formulas.traffic(stage, parameters, *rest),
-            "theory_volume": formulas.volume(stage, accumulate),
-            "padding_bytes": formulas.traffic(stage, padding, *rest),
-            "wire_bytes": statistics.median(self.wire_bytes) if self.wire_bytes else None,
-        }
 
 
 def watched(stage_class, settings: Settings, world_size: int) -> dict:

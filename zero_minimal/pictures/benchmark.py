@@ -160,8 +160,11 @@ def draw_curves(rows: list[dict], curves: list[str]) -> Figure:
                 axis.axvspan(rows[0]["cores"], sizes[-1], color="#EEEEEE", label="more ranks than cores")
         if curve == "strong":
             growth.plot(sizes, [size / sizes[0] for size in sizes], color="#BBBBBB", label="ideal")
-        if curve in ("size", "sequence", "link"):
-            log_milliseconds(growth)
+        if curve in ("size", "sequence", "link"):  # milliseconds, with plain numbers: 5, 10, 20, 50, …
+            growth.set_yscale("log")
+            growth.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            growth.yaxis.set_major_formatter("{x:g}")
+            growth.yaxis.set_minor_locator(NullLocator())
         beside.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
         style.note(beside, "DDP", (1.0, 1.0), (-2, 2), xycoords=("axes fraction", "data"), ha="right")
         growth.set_title(title, fontsize=11)
@@ -198,11 +201,3 @@ def ratio_curve(axis: Axes, sizes: list[int], line: list[dict]) -> None:
     below = [ratio["median"] - ratio["lower_quartile"] for ratio in beside]
     above = [ratio["upper_quartile"] - ratio["median"] for ratio in beside]
     axis.errorbar(sizes, medians, [below, above], elinewidth=0.8, capsize=2, **run_look(line[0]["name"]))
-
-
-def log_milliseconds(axis: Axes) -> None:
-    """A logarithmic axis with plain numbers: 5, 10, 20, 50, …"""
-    axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_locator(NullLocator())

@@ -3,7 +3,18 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zero_minimal.pictures.style import ON_THE_WIRE, PAGE, PLAIN, SENT, bars, figure, flat_bars, name_bars, words_above
+from zero_minimal.pictures.style import (
+    ON_THE_WIRE,
+    PAGE,
+    PLAIN,
+    SENT,
+    bars,
+    figure,
+    flat_bars,
+    name_bars,
+    note,
+    words_above,
+)
 
 STATUS = {"ok": ("#009E73", ""), "off": ("#E69F00", "//"), "failed": ("#D55E00", "xx"), "skipped": ("#BBBBBB", "")}
 
@@ -24,7 +35,9 @@ def draw_gpu(parts: list[dict]) -> Figure:
         if rows:
             draw(axis, rows, found)
         else:
-            nothing(axis, found.get(name, {}).get("why") or "not measured")
+            why = found.get(name, {}).get("why") or "not measured"
+            axis.set(xticks=[], yticks=[])
+            axis.text(0.5, 0.5, why[:60], ha="center", va="center", fontsize=9, transform=axis.transAxes)
     return result
 
 
@@ -33,8 +46,7 @@ def draw_parts(axis: Axes, parts: list[dict]) -> None:
     axis.set_title("Seconds of each part, and how it ended", fontsize=10)
     for place, part in enumerate(parts):
         flat_bars(axis, place, max(part["seconds"], 0.1), STATUS[part["status"]])
-        axis.annotate(part["status"], (part["seconds"], place), (3, 0), textcoords="offset points", va="center",
-                      fontsize=8)
+        note(axis, part["status"], (part["seconds"], place), (3, 0), va="center", fontsize=8)
     axis.set_yticks(range(len(parts)), [part["part"] for part in parts], fontsize=9)
     axis.invert_yaxis()
     axis.margins(x=0.2)
@@ -73,10 +85,3 @@ def draw_times(axis: Axes, rows: list[dict], found: dict) -> None:
     words_above(axis, range(len(rows)), heights, [f"{height:.1f}" for height in heights], fontsize=8)
     axis.set_xticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
     axis.margins(y=0.15)
-
-
-def nothing(axis: Axes, why: str) -> None:
-    """An empty panel with the reason."""
-    axis.set_xticks([])
-    axis.set_yticks([])
-    axis.text(0.5, 0.5, why[:60], ha="center", va="center", fontsize=9, transform=axis.transAxes)

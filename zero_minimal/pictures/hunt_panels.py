@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from zero_minimal.meters.events import Collective
 from zero_minimal.pictures import style
-from zero_minimal.pictures.time_line import COMPUTING, UNDER_WAY, WAITING, name_lanes, span_bar
+from zero_minimal.pictures.time_line import name_lanes, rank_lanes, span_bar
 
 MB = 1e6
 PALE, DARK = "#C9B8E8", "#5E3C99"  # the healthy and the broken run, unless a category has its own colour
@@ -124,12 +124,8 @@ def draw_step(axis: Axes, run: list, longest: float) -> None:
         own, messages = 2 * rank, 2 * rank + 0.85
         first = min(one[1] for one in (*each["time"]["computing"], *each["time"]["collectives"]))
         span_bar(axis, own, 0, first, BEFORE, "before forward: not recorded", edge="#999999")
-        for name, start, end in each["time"]["computing"]:
-            span_bar(axis, own, start, end, COMPUTING[name], name)
-        under_way = sorted((Collective(*one) for one in each["time"]["collectives"]), key=lambda one: one.start)
-        for index, one in enumerate(under_way):
-            span_bar(axis, messages - 0.16 + 0.32 * (index % 2), one.start, one.end, UNDER_WAY[one.name],
-                     f"{one.name} under way", 0.3)
-            span_bar(axis, own, one.wait, one.end, WAITING, "waits for a message, or sums it", edge="black")
+        under_way = [Collective(*one) for one in each["time"]["collectives"]]
+        rank_lanes(axis, own, messages, each["time"]["computing"], under_way, 0.3, 0.16,
+                   "waits for a message, or sums it")
     name_lanes(axis, [2 * rank for rank in range(len(run))], [f"rank {rank}" for rank in range(len(run))])
     axis.set(xlim=(0, 1.02 * longest), ylim=(2 * len(run) - 0.6, -0.6))

@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from zero_minimal.pictures.style import PAGE, STAGE_COLOURS, figure, legend_outside
+from zero_minimal.pictures.style import PAGE, STAGE_COLOURS, figure, legend_outside, name_bars
 
 COLOURS = {"standard": STAGE_COLOURS[0], "ZeRO": STAGE_COLOURS[2]}
 FILLED = {"one object": True, "new model": False}
@@ -51,12 +51,6 @@ def joined(axis: Axes, places: list[float], losses: list[float], systems: list[s
         axis.plot(place, loss, **point(system))
 
 
-def columns(axis: Axes, names: list[str]) -> None:
-    """Name the columns."""
-    axis.set_xticks(range(len(names)), names, fontsize=9)
-    axis.tick_params(axis="x", length=0)
-
-
 def passes_panel(axis: Axes, passes: list, losses: dict[str, list[list[float]]]) -> None:
     """A column for each pass: filled if it continues earlier passes, hollow with a new model."""
     systems, seeds = [system for system, _ in passes], len(losses["one object"])
@@ -64,7 +58,7 @@ def passes_panel(axis: Axes, passes: list, losses: dict[str, list[list[float]]])
         joined(axis, [beside(number - 0.18, seed, seeds) for number in range(len(passes))], trained, systems)
         for number, system in enumerate(systems):
             axis.plot(beside(number + 0.22, seed, seeds), afresh[number], **point(system, filled=False))
-    columns(axis, [f"{system}\n{batch}" for system, batch in passes])
+    name_bars(axis, range(len(passes)), [f"{system}\n{batch}" for system, batch in passes])
 
 
 def orders_panel(axis: Axes, orders: list) -> None:
@@ -72,8 +66,9 @@ def orders_panel(axis: Axes, orders: list) -> None:
     for group, (systems, seeds) in enumerate(orders):
         for seed, losses in enumerate(seeds):
             joined(axis, [beside(2 * group + number, seed, len(seeds)) for number in range(2)], losses, systems)
-    columns(axis, [f"{words}\n{system}" for systems, _ in orders
-                   for words, system in zip(("first", "then"), systems, strict=True)])
+    names = [f"{words}\n{system}" for systems, _ in orders
+             for words, system in zip(("first", "then"), systems, strict=True)]
+    name_bars(axis, range(len(names)), names)
 
 
 def gain_panel(axis: Axes, gain: dict[str, list[float]]) -> None:
@@ -82,5 +77,5 @@ def gain_panel(axis: Axes, gain: dict[str, list[float]]) -> None:
     for number, values in enumerate(gain.values()):
         places = [beside(number, seed, len(values)) for seed in range(len(values))]
         axis.plot(places, values, "D", color="black", markersize=4.5, clip_on=False)
-    columns(axis, [whose.replace(" ", "\n", 1) for whose in gain])
+    name_bars(axis, range(len(gain)), [whose.replace(" ", "\n", 1) for whose in gain])
     axis.set_xlim(-0.5, len(gain) - 0.5)

@@ -111,8 +111,7 @@ def _share(part: float) -> str:
 
 def _names(axis: Axes, layers: list[str]) -> None:
     """The names of layers below their bars, and of blocks below those."""
-    axis.set_xticks(range(len(layers)), [label(layer) for layer in layers], fontsize=9)
-    axis.tick_params(axis="x", length=0)
+    style.name_bars(axis, range(len(layers)), [label(layer) for layer in layers])
     blocks: dict[str, list[int]] = {}
     for place, layer in enumerate(layers):
         if layer.startswith("blocks."):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zero_minimal.meters.events import Event, overlapped
+from zero_minimal.meters.events import Collective, Event, Span, overlapped
 from zero_minimal.pictures import style
 
 COMPUTING = {"forward": ("#DDDDDD", ""), "backward": ("#AAAAAA", ""), "update": ("#777777", "")}
@@ -22,17 +22,23 @@ def draw_time_line(ranks: list) -> Figure:
     result, ((axis,),) = style.figure(1, 1, style.PAGE, 1.3 + 0.95 * len(ranks))
     lanes = [(2.4 * rank, 2.4 * rank + 0.95) for rank in range(len(ranks))]  # positions, in rank's order
     for (own, messages), (computing, under_way) in zip(lanes, ranks, strict=True):
-        for name, start, end in computing:
-            span_bar(axis, own, start, end, COMPUTING[name], name)
-        for index, each in enumerate(sorted(under_way, key=lambda each: each.start)):
-            position = messages - 0.2 + 0.4 * (index % 2)  # neighbours may be under way at the same time
-            span_bar(axis, position, each.start, each.end, UNDER_WAY[each.name], f"{each.name} under way", 0.36)
-            span_bar(axis, own, each.wait, each.end, WAITING, "waits for a message, sums", edge="black")
+        rank_lanes(axis, own, messages, computing, under_way, 0.36, 0.2, "waits for a message, sums")
     name_lanes(axis, [position for pair in lanes for position in pair],
                [words for rank in range(len(ranks)) for words in (f"rank {rank} computes", "messages")])
     axis.set_xlabel("ms")
     style.legend_outside(result, style.entries_of([axis]), side="upper", columns=6)
     return result
+
+
+def rank_lanes(axis: Axes, own: float, messages: float, computing: Sequence[Span], under_way: Sequence[Collective],
+               height: float, apart: float, waits: str) -> None:
+    """A rank's two lanes, at these positions. height: of a message's bar, which is `apart` above or below its lane."""
+    for name, start, end in computing:
+        span_bar(axis, own, start, end, COMPUTING[name], name)
+    for index, each in enumerate(sorted(under_way, key=lambda each: each.start)):
+        position = messages - apart + 2 * apart * (index % 2)  # neighbours may be under way at the same time
+        span_bar(axis, position, each.start, each.end, UNDER_WAY[each.name], f"{each.name} under way", height)
+        span_bar(axis, own, each.wait, each.end, WAITING, waits, edge="black")
 
 
 def name_lanes(axis: Axes, positions: Sequence[float], names: Sequence[str]) -> None:

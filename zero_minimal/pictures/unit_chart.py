@@ -99,7 +99,8 @@ def _memory(axis: Axes, record: dict, places: list[float], highest: float) -> No
     style.words_above(axis, places, heights, words, gap=2, fontsize=9)
     axis.set_ylim(0, 1.25 * highest / 1e6)
     axis.set_ylabel("MB whole", fontsize=9)
-    axis.set_xticks(places, [_short(record["units"], number) for _, number in record["turns"]], fontsize=9)
+    short = [name.rpartition(".")[2] for name in record["units"]]
+    axis.set_xticks(places, ["" if unit is None else short[unit] for _, unit in record["turns"]], fontsize=9)
     axis.set_xlabel("whose turn it is (●)", fontsize=9)
 
 
@@ -108,10 +109,6 @@ def _lost(record: dict) -> list[int]:
     units = [[size if state != "shard" else 0 for state in states]
              for size, states in zip(record["whole"], record["states"], strict=True)]
     return [max(0, count - sum(here)) for count, here in zip(record["bytes"], zip(*units, strict=True), strict=True)]
-
-
-def _short(units: list[str], number: int | None) -> str:
-    return "" if number is None else units[number].rpartition(".")[2]
 
 
 # ---------------------------------------------------------------------------------------- kept from forward to backward

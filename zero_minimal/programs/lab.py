@@ -79,7 +79,7 @@ class Run:
     collectives: dict[str, dict]  # {name: {"calls", "bytes"}}; bytes are the payload
     sent: float  # what a ring sends for these collectives
     when: dict[str, dict] = field(default_factory=dict)  # {"forward", "backward", "update": {collective: payload}}
-    wire: float | None = None  # what this process wrote, by the system's count; None if unknown
+    wire: float | None = None  # what its connections carried, by the system's count; None if unknown
     losses: tuple[float, ...] = ()  # of each step, nats
     validation: float | None = None  # loss on the held-out text, after the last step
     seconds: tuple[float, ...] = ()  # of each step; the first makes the optimizer's state, and meters slow some down
@@ -219,10 +219,10 @@ class Lab:
         return Offload(offload).class_of(STAGES[stage])
 
     def _measured(self, zero, rank: Rank, settings: Settings) -> Run:
-        observer, account, events = Observer(zero, rank, settings), _Account(), Events(modules=True)
+        observer, events = Observer(zero, rank, settings), Events(modules=True)
         batches = loop.training_batches(settings, rank.rank)
         losses = [loop.mean_over_ranks([sum(parts).item()], self.rank)[0]
-                  for parts in loop.steps(zero, batches, settings, observers=[observer, account, events])]
+                  for parts in loop.steps(zero, batches, settings, observers=[observer, events])]
         held_out = loop.validation_batches(settings, rank.rank, rank.world_size)
         validation = loop.evaluate(zero, held_out, self.rank)
         found = observer.report()
@@ -237,7 +237,7 @@ class Lab:
             peak=self.peak, at_peak={name: size for name, size in highest.bytes.items() if name != "other"},
             collectives=found["traffic"]["collectives"], sent=found["traffic"]["sent_bytes"],
             when=by_phase(events.events),
-            wire=account.per_step(observer.traffic_from, observer.traffic_to),
+            wire=found["traffic"]["wire_bytes"],
             losses=tuple(losses), validation=validation, seconds=tuple(observer.seconds),
             step_seconds=found["step_seconds"], model=model,
         )
@@ -264,12 +264,13 @@ class Lab:
     def watch(self) -> Iterator[Seen]:
         """Measure the code that runs inside."""
         seen, ledger, meter = Seen(), Ledger(self.rank.device.type), TrafficMeter()
-        account = _Account()
-        with meter, ledger, account.step(), Events(modules=True) as events:
+        had_written = written()
+        with meter, ledger, Events(modules=True) as events:
             before = ledger.total
             ledger.reset()
             yield seen
-        seen.collectives, seen.sent, seen.wire = meter.collectives, meter.sent_bytes, account.per_step(0, 1)
+        seen.collectives, seen.sent = meter.collectives, meter.sent_bytes
+        seen.wire = None if had_written is None else written() - had_written
         seen.peak = max(ledger.peak.total - before, 0)
         payload = {name: each["bytes"] for name, each in seen.collectives.items()}
         self.journal.append({"kind": "watch", "modules": " ".join(sorted(events.ran)), **payload})
@@ -281,30 +282,14 @@ class Lab:
         self.journal.append({"kind": kind, **of_run, **of_settings, **more})
 
 
-class _Account:
-    """What a rank writes in each step, by the system's count. If the process may not read that, what its connections
-    carry."""
-
-    def __init__(self):
-        self.steps = []
-
-    @contextlib.contextmanager
-    def step(self):
-        before = self._count()
-        yield
-        self.steps.append(None if before is None else self._count() - before)
-
-    def _count(self) -> float | None:
-        with contextlib.suppress(OSError):
-            for line in ACCOUNT.read_text().splitlines():
-                if line.startswith("wchar:"):
-                    return int(line.split()[1])
-        return wire_bytes(quiet=True)
-
-    def per_step(self, first: int, end: int) -> float | None:
-        """The mean over these steps."""
-        chosen = self.steps[first:end]
-        return None if None in chosen else sum(chosen) / len(chosen)
+def written() -> float | None:
+    """Bytes that this process has written, by the system's count. If it may not read that, what its connections carry;
+    all ranks call this."""
+    with contextlib.suppress(OSError):
+        for line in ACCOUNT.read_text().splitlines():
+            if line.startswith("wchar:"):
+                return int(line.split()[1])
+    return wire_bytes(quiet=True)
 
 
 def on_device(moment: Moment) -> int:

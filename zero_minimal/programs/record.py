@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from zero_minimal.programs import report
+
 HOUSE = Path(__file__).parents[2]  # the checkout
 NAME = ".progress.json"
 PATIENCE = 5.0  # seconds to wait while another process writes
@@ -135,21 +137,10 @@ def _change(change: Callable[[dict[str, Lesson]], None]) -> None:
         with _locked(file):
             lessons = _load(file)
             change(lessons)
-            _write(file, lessons)
+            entries = {name: dataclasses.asdict(lesson) for name, lesson in lessons.items()}
+            report.write(json.dumps({"lessons": entries}, indent=1) + "\n", file)
     except OSError as error:
         _say_once(f"your progress is not kept: {file} cannot be written ({error.strerror or error})")
-
-
-def _write(file: Path, lessons: dict[str, Lesson]) -> None:
-    """Write another file, then rename it: a reader finds either the old or the new one, and it is complete."""
-    beside = file.with_name(f"{file.name}.{os.getpid()}")
-    entries = {name: dataclasses.asdict(lesson) for name, lesson in lessons.items()}
-    try:
-        beside.write_text(json.dumps({"lessons": entries}, indent=1) + "\n")
-        os.replace(beside, file)
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink()
 
 
 def _load(file: Path) -> dict[str, Lesson]:
@@ -168,7 +159,7 @@ def _load(file: Path) -> dict[str, Lesson]:
 
 
 def _lesson(entry: dict) -> Lesson:
-    """Raises: ValueError, KeyError, TypeError or AttributeError if it is not what `_write` writes."""
+    """Raises: ValueError, KeyError, TypeError or AttributeError if it is not what `_change` writes."""
     lesson = Lesson(
         {question: [Guess(**guess) for guess in made] for question, made in entry["guesses"].items()},
         {int(step): Mark(**mark) for step, mark in entry["steps"].items()},
@@ -194,25 +185,22 @@ def _locked(file: Path) -> Iterator[None]:
     folder = os.open(file.parent, os.O_RDONLY)
     try:
         until = time.monotonic() + PATIENCE
-        while not _lock(folder):
-            if time.monotonic() > until:
-                raise OSError("another program holds it")
-            time.sleep(0.02)
+        while True:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise OSError("another program holds it") from None
+                time.sleep(0.02)
+                continue
+            except OSError:  # a file system without locks: continue without
+                pass
+            break
         yield
     finally:
         with contextlib.suppress(OSError):
             fcntl.flock(folder, fcntl.LOCK_UN)  # a process forked meanwhile would keep the lock
         os.close(folder)
-
-
-def _lock(folder: int) -> bool:
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: continue without
-        return True
-    return True
 
 
 _said: set[str] = set()
