@@ -130,7 +130,7 @@ def beside(axis: Axes, places: list, heights: list, formula: list, title: str, w
 
 # ----------------------------------------------------------------------------------------------------------- a slow bus
 
-BUS = style.LOOKS["buffers"]
+BUS, BELOW = style.LOOKS["buffers"], ("#BBBBBB", "..")
 
 
 def draw_elsewhere(rungs: dict[str, dict[str, float]]) -> Figure:
@@ -145,7 +145,7 @@ def draw_elsewhere(rungs: dict[str, dict[str, float]]) -> Figure:
         (state, style.LOOKS.get(state, BUS), [held[state] for held in rungs.values()]) for state in (*STATES, "bus")
     ], width=0.6)
     below = [held["host"] for held in rungs.values()]
-    style.bars(axis, places, [-size for size in below], HOST, "on the host", width=0.6)
+    style.bars(axis, places, [-size for size in below], BELOW, "on the host", width=0.6)
     states = [sum(held[state] for state in STATES) for held in rungs.values()]
     style.words_above(axis, places, tops, [f"{size:.3g}" for size in states])
     style.words_above(axis, places, [-size for size in below], [f"{size:.3g}" if size else "" for size in below],
