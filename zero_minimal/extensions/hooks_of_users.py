@@ -3,8 +3,9 @@
 
 Torch calls such hooks in the order of registration, and the stage's own hands the gradient over: a
 later hook's change of .grad would be sent or not, by chance. A hook that sets .grad to None is
-refused. At stages 2 and 3 a hook that changes .grad in a second pass is refused, too: it finds that
-pass's gradient alone there, and the sum in plain torch.
+refused. At stages 1 to 3 a hook that changes .grad in a second pass is refused, too: in plain torch
+it finds the sum there. At stages 2 and 3 it finds that pass's gradient alone, and at stage 1 N times
+the average on the owner of a shard, and nothing of it on the others.
 
 Seams: followed, backward_begins.
 """
@@ -52,9 +53,10 @@ def watch(reducer, hooks: dict) -> None:
 def call(hook, reducer, param: torch.nn.Parameter) -> None:
     """Raises: RuntimeError for a change that the stage cannot handle."""
     name = getattr(param, "_zero_name", "")
-    flat, before = reducer.buckets_of[param][0].flat, param.grad
-    own_pass_alone = reducer.passes and getattr(flat, "gradients", None) is None
-    version, values = before._version, before.clone() if own_pass_alone else None
+    bucket, before = reducer.buckets_of[param][0], param.grad
+    whole = getattr(bucket, "gradients", None)
+    no_sum = reducer.passes and (whole is None or whole is not bucket.gradient_shard)
+    version, values = before._version, before.clone() if no_sum else None
     if hook(param) is not None:  # the next hook would get it in the place of the parameter
         raise RuntimeError(
             f"a hook (register_post_accumulate_grad_hook) of parameter {name!r} returned "
@@ -67,12 +69,12 @@ def call(hook, reducer, param: torch.nn.Parameter) -> None:
             "gradients, so an optimizer that steps in backward has no place here"
         )
     # a change through .data has no version
-    if own_pass_alone and not (
+    if no_sum and not (
             param.grad is before and before._version == version and torch.allclose(
                 before.to_dense(), values.to_dense(), rtol=0, atol=0, equal_nan=True)):
         raise RuntimeError(
             "a hook (register_post_accumulate_grad_hook) has changed .grad of parameter "
-            f"{name!r} in a second backward pass before step(). Here it finds the gradient of that "
-            "pass alone, and not the sum: call backward() once, on the sum of the losses; or "
+            f"{name!r} in a second backward pass before step(). It does not find the sum of both "
+            "passes there, as in plain torch: call backward() once, on the sum of the losses; or "
             "change the gradient of each pass, param.register_hook(lambda gradient: …)"
         )
