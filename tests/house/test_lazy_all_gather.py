@@ -276,6 +276,8 @@ RIGHT = {  # (zero, what was prepared) → tensors
     "is it NaN?": each(lambda param: param.isnan().any()),
     "tolist": each(lambda param: torch.tensor(param.tolist())),
     "jacobian": each(lambda param: torch.autograd.functional.jacobian(lambda x: x.square().sum(), param)),
+    "vmap": lambda zero, kept: [torch.vmap(torch.sin)(param) for param in params(zero) if param.ndim],
+    "torch.func.grad": each(torch.func.grad(lambda param: param.sin().sum())),
     "stack_module_state": lambda zero, kept: torch.func.stack_module_state([zero.model] * 2)[0].values(),
     "an input of a class": lambda zero, kept: [zero.model(X.as_subclass(Quiet)).as_subclass(torch.Tensor)],
     "and by keyword": lambda zero, kept: [zero.model(x=X.as_subclass(Quiet)).as_subclass(torch.Tensor)],

@@ -18,9 +18,8 @@ Neighbours share one memory. Messages are still being written there, so it must 
 
 A view that the program keeps (`weight.data`, say) has no class that could wait, and TorchScript
 ignores the class. If there is either, step() waits for the all-gathers at once, as at stages 1 and
-2. Code that bypasses the class finds the NaN: C++ extensions, TorchScript made of a part and kept
-outside of the model, and torch.func.vmap over a parameter itself. CUDA graphs find any values. Call
-`zero.gathering.wait()` before these.
+2. Code that bypasses the class finds the NaN: C++ extensions, and TorchScript made of a part and
+kept outside of the model. CUDA graphs find any values. Call `zero.gathering.wait()` before these.
 """
 
 import contextlib
@@ -67,7 +66,7 @@ except TypeError:  # older versions, 2.6 among them, take no reason
     not_compiled = torch.compiler.disable
 
 
-class Awaited(nn.Parameter):
+class Awaited(reads_of_freed_parameters.Absent):
     """A parameter whose new values, or those of its neighbours, are not here yet."""
 
     @classmethod

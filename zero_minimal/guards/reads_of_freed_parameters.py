@@ -7,13 +7,19 @@ parameter has a class of its own: a program may ask for its shape, dtype, …, b
 A unit is released when the turn of another begins, or later; the root in step(), or when an
 evaluation ends.
 
+torch.func takes a parameter's memory in C++, and would find the placeholder: it is made to ask.
+
 Two readers of torch's do not see the class, and are refused outside gather_parameters(): a state
 dict of placeholders would be a checkpoint of NaN, and an encoder that reads its first layer's
 parameters would return other results.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import nn
+from torch._functorch import eager_transforms, vmap
 from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
@@ -37,7 +43,29 @@ ALLOWED |= {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__, torch
 ALLOWED |= {torch.is_floating_point, torch.is_complex}
 
 
-class FreedParameter(nn.Parameter):
+class Absent(nn.Parameter):
+    """A parameter whose values are not here. Its class answers for it: it refuses, or waits."""
+
+
+def asking(wrap: Callable) -> Callable:
+    """What torch.func calls to take a parameter in. Its class does not hear of that: so ask it."""
+
+    @functools.wraps(wrap)
+    def ask(tensor, *given):
+        if not torch.compiler.is_compiling() and isinstance(tensor, Absent):
+            tensor.view_as(tensor)
+        return wrap(tensor, *given)
+
+    return ask
+
+
+for place, name in ((vmap, "_add_batch_dim"), (eager_transforms, "_wrap_for_grad"),
+                    (eager_transforms, "_wrap_functional_tensor")):
+    if hasattr(place, name):
+        setattr(place, name, asking(getattr(place, name)))
+
+
+class FreedParameter(Absent):
     """A parameter whose memory is gone for now."""
 
     @classmethod

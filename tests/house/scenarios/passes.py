@@ -527,6 +527,32 @@ def functional_call_with_other_parameters(me):
     train(me, Chain(), loss=loss)
 
 
+class Ensemble(nn.Module):
+    """Three layers in one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 3)
+
+    def forward(self, x):
+        return torch.vmap(lambda weight: torch.tanh(x @ weight))(self.weight).mean(0)
+
+
+@scenario()
+def stacked_layers_under_vmap(me):
+    train(me, Chain(Ensemble))
+
+
+@scenario(or_refused="parameter 'head.weight' is released.*torch.func")
+def torch_func_of_a_parameter(me):
+    def loss(model, me, step):
+        me.note(torch.func.grad(lambda weight: (me.x(step, WIDTH) * weight).sin().sum())(model.head.weight))
+        me.note(torch.vmap(torch.sin)(model.head.weight))
+        return squares(model, me, step)
+
+    train(me, Chain(), loss=loss)
+
+
 # -------------------------------------------------------------------------------------------------------- recomputation
 
 
