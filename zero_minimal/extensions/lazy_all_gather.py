@@ -123,7 +123,9 @@ class LazyAllGather:
         self._holders = {flat: _holders(vector) for flat, vector in self._flats.items()}
         before = _Before(WeakHook(LazyAllGather._before_model, self),
                          WeakHook(LazyAllGather._before_compiled, self))
-        stage.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        for module in stage.model.modules():
+            if module is stage.model or isinstance(module, nn.TransformerEncoder):
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
     def start(self, bucket: Bucket) -> None:
         """Start to gather the bucket; from here on its parameters are late."""

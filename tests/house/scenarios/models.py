@@ -314,6 +314,23 @@ def what_nested_tensors_put_in_place_of_padding(me):
     train(me, nn.TransformerEncoder(layer, 2), loss=loss)
 
 
+@scenario(refused={"stage3": "enable_nested_tensor=False"})
+def an_encoder_evaluated_by_itself_after_a_step(me):
+    import warnings
+
+    warnings.filterwarnings("ignore", message=".*nested tensors.*")
+    layer = nn.TransformerEncoderLayer(8, 2, 13, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 2))
+
+    def after(zero, step):
+        model.eval()
+        with torch.no_grad():
+            me.note(model[1](me.x(step, 2, 5, 8), src_key_padding_mask=torch.arange(5).expand(2, 5) > 2))
+        model.train()
+
+    train(me, model, loss=lambda model, me, step: model(me.x(step, 3, 5, 8)).square().mean(), after=after)
+
+
 @scenario()
 def encoder_and_decoder(me):
     def loss(model, me, step):
