@@ -1,6 +1,7 @@
 """Ownership: a model belongs to one stage, and its parameters stay where that stage has put them.
 
-Seams: model_given, buckets_planned, wrapped, gradient_arrives, gradients_asked, pass_ends.
+Seams: model_given, buckets_planned, wrapped, gradient_arrives, gradients_asked, pass_ends,
+parameter_restored.
 Mistakes: a model that is wrapped twice; a parameter that was added, moved, replaced, tied, removed,
 frozen or unfrozen after wrapping.
 """
@@ -59,6 +60,8 @@ def mark(stage) -> None:
     """From now on the model belongs to the stage, as long as the stage exists."""
     for param in stage.model.parameters():
         param._zero_stage = Mark(stage)
+    stage.home_of = {param: (unit, bucket) for unit in getattr(stage, "units", ())
+                     for bucket in unit.buckets for param in bucket.params}
 
 
 def name_of(param: nn.Parameter) -> str:
@@ -95,6 +98,23 @@ def check_owned(reducer) -> None:
         raise RuntimeError(f"{name_of(param)} is in the model no more: its module was removed "
                            "after wrapping, or another parameter stands in its place (weights that "
                            "were tied, say). Do that before, or `del zero` and wrap again")
+
+
+@seams.at("parameter_restored")
+def check_left(param: nn.Parameter) -> None:
+    """At stage 3, before a parameter is released. Raise RuntimeError if it points elsewhere, to
+    other values: they would be lost."""
+    unit, bucket = getattr(trained_by(param), "home_of", {}).get(param, (None, None))
+    if unit is None or not unit.whole or same_storage(param, bucket.parameters):
+        return
+    kept = bucket.flat.view(bucket.parameters, param)
+    if param.dtype != kept.dtype or not torch.equal(param.data, kept):
+        raise RuntimeError(
+            f"{name_of(param)} points to other memory (param.data = …), and its new values would "
+            "be lost when stage 3 frees it: change it in place, param.data.copy_(…) or "
+            "param.data.mul_(…).add_(…), alike on all ranks; or under `with "
+            "zero.gather_parameters():`, on all ranks"
+        )
 
 
 def check_trained(model: nn.Module) -> None:

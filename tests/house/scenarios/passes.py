@@ -742,6 +742,35 @@ def a_frozen_teacher_inside_the_model(me):
     train(me, Distilled(), loss=lambda model, me, step: model(me.x(step)))
 
 
+def following_teacher(follow):
+    """MoCo: in forward a frozen encoder follows the one that is trained."""
+    class Following(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = Chain(count=2), Chain(count=2).requires_grad_(False)
+
+        @torch.no_grad()
+        def target(self, x):
+            for mine, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                follow(mine, other)
+            return self.teacher(x)
+
+        def forward(self, x):
+            return F.mse_loss(self.student(x), self.target(x) + 1)
+
+    return lambda me: train(me, Following(), units=[], loss=lambda model, me, step: model(me.x(step, of=0)))
+
+
+def by_data(mine, other):
+    mine.data = mine.data * 0.9 + other.data * 0.1
+
+
+scenario("a teacher that follows by .data = in forward", naive=False,
+         refused={"stage3": r"its new values would be lost.*param\.data\.copy_"})(following_teacher(by_data))
+scenario("a teacher that follows in place in forward", naive=False)(
+    following_teacher(lambda mine, other: mine.data.mul_(0.9).add_(other.data, alpha=0.1)))
+
+
 def compiled(me, backend, count):
     model, zero = wrapped(me, Chain(count=count))
     run = torch.compile(model, backend=backend)
