@@ -3,6 +3,7 @@
 from zero_minimal.extensions import (  # noqa: F401
     graph_entries,
     hooks_of_users,
+    kept_gradients,
     meta_device,
     moved_data,
     odd_outputs,

@@ -401,11 +401,38 @@ def reduced_norm(me):
     """What our messages say to read instead. A rank of stages 1 to 3 has its shards alone."""
     def look(zero, step):
         square = sum(grad.square().sum() for grad in zero.reduced_gradients())
-        if me.stage in ("stage1", "stage2", "stage3", "late1", "late2"):
-            torch.distributed.all_reduce(square, group=me.group)
-        me.note(square**0.5)
+        me.note(over_shards(me, square) ** 0.5)
 
     with_gradients(me, look)
+
+
+def over_shards(me, number):
+    if me.stage in ("stage1", "stage2", "stage3", "late1", "late2"):
+        torch.distributed.all_reduce(number, group=me.group)
+    return number
+
+
+def keeping(gradients):
+    """The gradients of the last step are kept, without a clone()."""
+    def play(me):
+        kept = []
+
+        def compare(zero, step):
+            now = gradients(zero)
+            if kept:
+                me.note(over_shards(me, sum((a * b).sum() for a, b in zip(kept, now, strict=True))))
+            kept[:] = now
+
+        with_gradients(me, compare)
+
+    return play
+
+
+scenario(".grad kept from the last step", or_refused=OURS, naive=False)(
+    keeping(lambda zero: [param.grad for param in zero.model.parameters()]))
+scenario("views of .grad kept from the last step", or_refused=OURS, naive=False)(
+    keeping(lambda zero: [param.grad.detach().flatten() for param in zero.model.parameters()]))
+scenario("reduced_gradients() kept from the last step", naive=False)(keeping(lambda zero: zero.reduced_gradients()))
 
 
 @scenario(".grad assigned by hand", or_refused=OURS, naive=False)
