@@ -3,9 +3,9 @@
 
 Torch calls such hooks in the order of registration, and the stage's own hands the gradient over: a
 later hook's change of .grad would be sent or not, by chance. A hook that sets .grad to None is
-refused. At stages 1 to 3 a hook that changes .grad in a second pass is refused, too: in plain torch
-it finds the sum there. At stages 2 and 3 it finds that pass's gradient alone, and at stage 1 N times
-the average on the owner of a shard, and nothing of it on the others.
+refused. At stages 1 to 3 a hook that changes .grad in a second pass is refused, too. In plain torch
+it finds the sum there: at stages 2 and 3 that pass's gradient alone, and at stage 1 N times the
+earlier average on the owner of a shard, and none of it on the others.
 
 Seams: followed, backward_begins.
 """
