@@ -828,6 +828,23 @@ def steps_in_one_autocast(me):
         train(me, backward=one)
 
 
+@scenario(dtype=torch.float32, tolerance=2e-2)
+def parts_without_gradients_then_with_them_in_one_autocast(me):
+    def parts(model, x):
+        for layer in model.layers:
+            x = layer(x)
+        return x
+
+    def one(zero, step):
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                target = parts(zero.model, me.x(100 + step))
+            loss = (parts(zero.model, me.x(step)) - target).float().square().mean()
+        loss.backward()
+
+    train(me, backward=one)
+
+
 class Nested(nn.Module):
     """A block with a checkpoint around what two layers of its own do, each a unit of stage 3."""
 
