@@ -104,8 +104,8 @@ def look_at_unit(order: ExecutionOrder, unit: Unit, module: nn.Module, output) -
                                "it")
     follow_kept(order, unit, module)
     if torch.is_grad_enabled():
-        for tensor in [*tensors, *kept(module)]:
-            order.watch(tensor.grad_fn, order.innermost)
+        for node in nodes_of([*tensors, *kept(module)]):
+            order.watch(node, order.innermost)
 
 
 @seams.at("part_returned")
@@ -114,8 +114,15 @@ def look_at_part(order: ExecutionOrder, module: nn.Module, output) -> None:
     if order.under_way:
         began, at_work, _ = order.under_way[-1]
         follow_kept(order, at_work, module)
-        for tensor in [*tensors_in(output), *kept(module)]:
-            order.watch(tensor.grad_fn, lambda number: at_work if number >= began else None)
+        for node in nodes_of([*tensors_in(output), *kept(module)]):
+            order.watch(node, lambda number: at_work if number >= began else None)
+
+
+def nodes_of(tensors: list[torch.Tensor]) -> list:
+    """Where backward may come to them. A later operation in place on a view (y += x) takes the
+    place of the view's node, and not of its base's."""
+    bases = [tensor._base for tensor in tensors if tensor._is_view()]
+    return [tensor.grad_fn for tensor in [*tensors, *bases]]
 
 
 def refuse_late(module: nn.Module, output) -> None:

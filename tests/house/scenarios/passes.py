@@ -646,6 +646,39 @@ def a_function_with_its_own_backward(me):
 
 
 @scenario()
+def a_function_that_keeps_a_view_and_a_sum_in_place(me):
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x)
+            ctx.weight = weight.t()
+            return x @ ctx.weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, = ctx.saved_tensors
+            return grad @ ctx.weight.t(), grad.t() @ x
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+        def forward(self, x):
+            return Times.apply(x, self.weight).t()
+
+    def loss(model, me, step):
+        x = model.first(me.x(step, WIDTH, WIDTH))
+        for layer in model.layers:
+            y = layer(x)
+            y += x
+            x = y
+        return model.head(x).square().mean()
+
+    train(me, Chain(Turned), loss=loss)
+
+
+@scenario()
 def looking_for_anomalies(me):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
