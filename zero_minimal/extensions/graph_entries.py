@@ -7,7 +7,8 @@ output.
     saved tensors             any way that cannot be followed (saved_tensors.py)
 
 What stage 3 cannot serve is refused: create_graph=True, torch.func around a forward, a forward in
-another thread, one backward through two forward passes with a backward between them.
+another thread, a selective checkpoint around a unit, one backward through two forward passes with a
+backward between them.
 
 Seams: units_followed, unit_called, unit_begins, unit_ends, unit_returned, unit_is_whole,
 backward_at_unit, left_behind.
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_modes
 
 from zero_minimal.core import seams
 from zero_minimal.core.execution_order import ExecutionOrder, in_backward, ordered
@@ -47,6 +49,12 @@ UNDER_FUNC = (
     "copy.deepcopy(model)`, on all ranks, and call it on the copy; or train at stage 2"
 )
 
+SELECTIVE = (
+    "a selective checkpoint (context_fn=) is around a unit of stage 3, and would save and count "
+    "the operations that gather it, too: put the checkpoint inside the unit's own forward, leave "
+    "out context_fn=, or train at stage 2"
+)
+
 
 @seams.at("units_followed")
 def follow_more(order: ExecutionOrder) -> None:
@@ -69,6 +77,8 @@ def refuse_elsewhere(order: ExecutionOrder, unit: Unit) -> None:
     """Refuse calls in which the order of autograd's nodes, by which units are followed, is lost."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(UNDER_FUNC)
+    if any(type(mode).__name__ == "_CachingTorchDispatchMode" for mode in current_modes()):
+        raise RuntimeError(SELECTIVE)
     if torch.is_grad_enabled() and not in_backward():
         order.thread = order.thread or threading.get_ident()
         if order.thread != threading.get_ident():

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import types
 import warnings
 from collections import OrderedDict, namedtuple
@@ -12,7 +13,7 @@ from house.scenarios.pieces import WIDTH, Chain, Layer, Writer, go_on, next_word
 from house.scenarios.stand import scenario
 from torch import nn
 from torch.optim import AdamW
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zero_minimal import activation_partitioning
 
@@ -593,6 +594,24 @@ def reentrant_twice(me):
             (y - other).square().mean().backward()
 
     train(me, Recomputing(), backward=one)
+
+
+def selective(run, *given):
+    saves = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    return checkpoint(run, *given, use_reentrant=False, context_fn=saves)
+
+
+scenario("checkpointing, selective", refused={"stage3": r"put the checkpoint inside the unit.*context_fn="})(
+    recomputing(selective))
+
+
+@scenario()
+def checkpointing_inside_blocks_selective(me):
+    class Inside(Layer):
+        def forward(self, x):
+            return selective(super().forward, x)
+
+    train(me, Chain(Inside))
 
 
 @scenario()
