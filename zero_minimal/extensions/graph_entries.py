@@ -14,6 +14,7 @@ Seams: units_followed, unit_called, unit_begins, unit_ends, unit_returned, unit_
 backward_at_unit, left_behind.
 """
 
+import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -48,7 +49,10 @@ UNDER_FUNC = (
     "frees them after each turn: copy the model, `with zero.gather_parameters(): whole = "
     "copy.deepcopy(model)`, on all ranks, and call it on the copy; or train at stage 2"
 )
-
+FUNC_INSIDE = (
+    "torch.func (grad, vjp, jacrev, hessian) inside a forward does not go with stage 3, which "
+    "follows what autograd saves there: write torch.autograd.grad(…), or train at stage 2"
+)
 SELECTIVE = (
     "a selective checkpoint (context_fn=) is around a unit of stage 3, and would save and count "
     "the operations that gather it, too: put the checkpoint inside the unit's own forward, leave "
@@ -98,6 +102,14 @@ def save_no_more(order: ExecutionOrder, unit: Unit) -> None:
     if not in_backward():
         order.saved.end(len(order.under_way) + 1)
     lend(order, unit)
+
+
+@seams.at("unit_ends")
+def explain(order: ExecutionOrder, unit: Unit) -> None:
+    """forward has failed: say it in our words, if we are the reason."""
+    error = sys.exc_info()[1]
+    if "support saved tensor hooks" in str(error):
+        error.args = (FUNC_INSIDE,)
 
 
 # what a module returns, or keeps

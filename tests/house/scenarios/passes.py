@@ -544,6 +544,25 @@ def stacked_layers_under_vmap(me):
     train(me, Chain(Ensemble))
 
 
+def forces(grad):
+    """A block adds the gradient of an energy, which has no parameters."""
+    class Forced(Layer):
+        def forward(self, x):
+            return super().forward(x) + grad(lambda place: place.cos().sum(), x.detach())
+
+    return lambda me: train(me, Chain(Forced))
+
+
+def by_autograd(energy, x):
+    with torch.enable_grad():
+        return torch.autograd.grad(energy(x.requires_grad_()), x)[0]
+
+
+scenario("forces by torch.func.grad", refused={"stage3": r"does not go with stage 3.*torch\.autograd\.grad"})(
+    forces(lambda energy, x: torch.func.grad(energy)(x)))
+scenario("forces by torch.autograd.grad")(forces(by_autograd))
+
+
 @scenario(or_refused="parameter 'head.weight' is released.*torch.func")
 def torch_func_of_a_parameter(me):
     def loss(model, me, step):
