@@ -19,6 +19,7 @@ from zero_minimal.core import seams
 from zero_minimal.core.optimizers import update
 from zero_minimal.guards.same_on_all_ranks import in_numbers
 
+TRIED_WITH = {"lr": 0.1, "capturable": False}
 STEPS = 20  # of the trial: some optimizers begin like SGD, and look at whole matrices later
 
 # (class, its options): one trial of each is enough for a process, and which attributes it asked for
@@ -60,8 +61,9 @@ def check_element_wise(
         optimizer_class([group | {"params": [nn.Parameter(torch.ones(4, 8))]}], **options)
     except TypeError as error:
         raise TypeError(f"{name} does not take these options: {error}") from None
-    # with tiny steps no difference would show
-    options, group = ({**each, "lr": 0.1} if "lr" in each else each for each in (options, group))
+    # with tiny steps no difference would show; and a trial runs on the CPU
+    options, group = (each | {name: value for name, value in TRIED_WITH.items() if name in each}
+                      for each in (options, group))
     Sample.asked = set()
     for kind, gradients in _gradients().items():
         try:
