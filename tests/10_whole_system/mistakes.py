@@ -284,7 +284,7 @@ WRONG |= {  # what strangers handed in, and had full marks
                   "collectives.all_reduce(squares, op='sum', group=self.mesh.data_group)\n"
                   "norm = squares.sqrt() * (self.gradient_scale or 1)")),
     "scaled first, the norm in 16 bits": Wrong(
-        4, "test_the_norm_is_computed_in_fp32", r"bfloat16, .* the norm is \S+, and rank \d found \d",
+        4, "test_the_norm_is_computed_in_fp32", r"float16, .* the norm is \S+, and rank \d found \d",
         clip(norm="scale = self.gradient_scale or 1\nsquares = sum((each * scale).square().sum() for each in counted)\n"
                   "collectives.all_reduce(squares, op='sum', group=self.mesh.data_group)\nnorm = squares.sqrt()")),
     "a scale that is dropped where the norm is small": Wrong(
