@@ -26,17 +26,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from zero_minimal.core import collectives, optimizers, precision, replicas
+from zero_minimal.core import collectives, optimizers, precision, replicas, seams
 from zero_minimal.core.layout import Bucket
 from zero_minimal.core.reducer import Hooks
 from zero_minimal.core.seams import tell
 from zero_minimal.core.set_up import set_up
 from zero_minimal.core.weak_hooks import WeakHook
-
-
-def _too_late(param):
-    raise RuntimeError("call zero.zero_grad() before the next backward(): the gradients were "
-                       "averaged already")
 
 
 class Naive:
@@ -62,7 +57,7 @@ class Naive:
         self.start_alike()
         self.optimizer = optimizer_class(self.params, **optimizer_options)
         self.averaged = False
-        self.guards = []  # hooks on the parameters, as long as gradients are averaged
+        seams.tell("naive_wrapped", self)
 
     def start_alike(self) -> None:
         """Copy rank 0's parameters and buffers to every rank."""
@@ -90,9 +85,8 @@ class Naive:
         """The gradients, averaged over the ranks. A backward pass between this and zero_grad()
         raises RuntimeError: nobody would average its gradients."""
         if not self.averaged:
+            seams.tell("naive_averages", self)
             self.average()
-            self.guards = [param.register_post_accumulate_grad_hook(_too_late)
-                           for param in self.params]
             self.averaged = True
         return [param.grad for param in self.params]
 
@@ -111,9 +105,7 @@ class Naive:
     def zero_grad(self) -> None:
         """Forget the gradients."""
         self.optimizer.zero_grad()
-        for guard in self.guards:
-            guard.remove()
-        self.averaged, self.guards = False, []
+        self.averaged = False
 
 
 class Reducer:

@@ -106,7 +106,7 @@ def test_fits_a_projector(path):
 
 
 # what a file imports, with all that those import: lines that are not blank, without `if __name__`. They may only fall.
-CLOSURES = {"naive": 415, "stage0": 1046, "stage1": 1068, "stage2": 1094, "stage3": 1453}
+CLOSURES = {"naive": 409, "stage0": 1046, "stage1": 1068, "stage2": 1094, "stage3": 1453}
 
 
 def code_lines(path):

@@ -4,10 +4,10 @@ The algorithm is what a stage file imports, directly or not. It announces these 
 not know who listens:
 
     wrapping    units_given, model_given, groups_given, optimizer_given, buckets_planned,
-                unit_to_flatten, wrap_failed, wrapped
+                unit_to_flatten, wrap_failed, wrapped, naive_wrapped
     backward    followed, backward_begins, gradient_arrives, bucket_complete, pass_ends,
                 gradients_reduced, gradients_asked, gradients_dropped
-    update      update_begins, update_ends, parameters_edited
+    update      update_begins, update_ends, parameters_edited; naive_averages
     stage 3     units_followed, unit_called, unit_begins, unit_turn, unit_turned, unit_is_whole,
                 part_returned, unit_ends, unit_returned, backward_at_unit, left_behind,
                 parameter_released, parameter_restored

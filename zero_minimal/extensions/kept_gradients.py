@@ -9,9 +9,8 @@ Seams: followed, gradients_dropped.
 
 import sys
 
-import torch
-
 from zero_minimal.core import seams
+from zero_minimal.guards.views_from_outside import holders
 
 
 @seams.at("followed")
@@ -20,7 +19,7 @@ def count_holders(reducer) -> None:
     ours = stage.own.__module__.startswith("zero_minimal.")  # a learner may keep views, too
     flats = {bucket.flat: None for bucket in stage.buckets
              if ours and bucket.flat.gradients is not None}
-    reducer.holders = {flat: holders(reducer, flat) for flat in flats}
+    reducer.holders = {flat: held(reducer, flat) for flat in flats}
 
 
 @seams.at("gradients_dropped")
@@ -28,7 +27,7 @@ def leave_to_holders(reducer) -> None:
     for param in reducer.buckets_of if reducer.holders else ():
         param.grad = None
     for flat, before in reducer.holders.items():
-        if holders(reducer, flat) > before:
+        if held(reducer, flat) > before:
             flat.gradients = None
             for bucket in buckets_in(reducer, flat):
                 sharded = bucket.gradients is not bucket.gradient_shard
@@ -37,10 +36,10 @@ def leave_to_holders(reducer) -> None:
                                          else whole)
 
 
-def holders(reducer, flat) -> int:
+def held(reducer, flat) -> int:
     """How many tensors lie in the flat's gradients, and how often its buckets' are held."""
     shards = [sys.getrefcount(bucket.gradient_shard) for bucket in buckets_in(reducer, flat)]
-    return torch._C._storage_Use_Count(flat.gradients.untyped_storage()._cdata) + sum(shards)
+    return holders(flat.gradients) + sum(shards)
 
 
 def buckets_in(reducer, flat) -> list:

@@ -35,6 +35,7 @@ from zero_minimal.core import collectives, seams
 from zero_minimal.core.layout import Bucket, same_storage
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards import reads_of_freed_parameters
+from zero_minimal.guards.views_from_outside import holders
 from zero_minimal.processes import joining
 
 # what tells where a parameter's memory is, and its layout there
@@ -120,7 +121,7 @@ class LazyAllGather:
         self._process = os.getpid()
         self._lock = threading.RLock()  # an evaluation may run on a thread of its own
         self._flats = {bucket.flat: bucket.parameters for bucket in stage.buckets}
-        self._holders = {flat: _holders(vector) for flat, vector in self._flats.items()}
+        self._holders = {flat: holders(vector) for flat, vector in self._flats.items()}
         before = _Before(WeakHook(LazyAllGather._before_model, self),
                          WeakHook(LazyAllGather._before_compiled, self))
         for module in stage.model.modules():
@@ -131,7 +132,7 @@ class LazyAllGather:
         """Start to gather the bucket; from here on its parameters are late."""
         if not self._pending:  # all-gathers under way would be counted, too
             self._seen = {flat for flat, vector in self._flats.items()
-                          if _holders(vector) > self._holders[flat]}
+                          if holders(vector) > self._holders[flat]}
             if self._traced or _is_scripted(self._model):
                 self._seen = set(self._flats)
         hidden = bucket.flat not in self._seen and all(
@@ -274,8 +275,3 @@ def _is_scripted(model: nn.Module) -> bool:
 def _answers(value) -> bool:
     """Whether a value's class may override torch's operations."""
     return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
-
-
-def _holders(tensor: torch.Tensor) -> int:
-    """How many tensors share its memory."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -27,12 +27,10 @@ _passed: dict[tuple, set[str]] = {}
 
 
 class Sample(nn.Parameter):
-    """A parameter of a trial. It notes which attributes an optimizer asks it for in vain."""
-
-    asked: set[str] = set()
+    """A parameter of a trial. `asked` gets the names that an optimizer asks it for in vain."""
 
     def __getattr__(self, name: str):
-        self.asked.add(name)
+        vars(self).get("asked", set()).add(name)
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
 
@@ -64,10 +62,10 @@ def check_element_wise(
     # with tiny steps no difference would show; and a trial runs on the CPU
     options, group = (each | {name: value for name, value in TRIED_WITH.items() if name in each}
                       for each in (options, group))
-    Sample.asked = set()
+    asked: set[str] = set()
     for kind, gradients in _gradients().items():
         try:
-            whole, in_parts, counted = _tried(optimizer_class, options, group, gradients)
+            whole, in_parts, counted = _tried(optimizer_class, options, group, gradients, asked)
         except Exception as error:
             raise ValueError(f"{refusal} (its step() on a flat shard, without arguments, {kind}, "
                              f"raised {type(error).__name__}: {error})") from None
@@ -82,8 +80,8 @@ def check_element_wise(
                              "of its group, and skips no step: leave zero.step() out where "
                              "zero.clip_grad_norm_() returns what is not finite. (What showed it: "
                              f"a trial {kind}.)")
-    _passed[trial] = Sample.asked
-    return Sample.asked
+    _passed[trial] = asked
+    return asked
 
 
 def _gradients() -> dict[str, list[torch.Tensor]]:
@@ -103,13 +101,17 @@ def _gradients() -> dict[str, list[torch.Tensor]]:
 
 
 def _tried(
-    optimizer_class: type[Optimizer], options: dict, group: dict, gradients: list[torch.Tensor]
+    optimizer_class: type[Optimizer], options: dict, group: dict, gradients: list[torch.Tensor],
+    asked: set[str],
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """How far two matrices move, [2, 4, 8], as they are, and the second one in two halves; and
-    where the optimizer keeps what was equal before both trials, and differs after them."""
+    where the optimizer keeps what was equal before both trials, and differs after them. `asked`
+    gets the names of the attributes that it asked for in vain."""
     start = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     matrices = [Sample(matrix.clone()) for matrix in start]
     parts = [Sample(part.clone()) for part in start.view(-1).split([32, 16, 16])]
+    for sample in (*matrices, *parts):
+        sample.asked = asked
     on_matrices, on_parts = (
         optimizer_class([group | {"params": params} for params in (held[:1], held[1:])], **options)
         for held in (matrices, parts))
@@ -204,7 +206,7 @@ def refuse_in_optimizer(stage) -> None:
 
 
 class StateOfShards(defaultdict):
-    """optimizer.state, by masters of shards. To ask it for a parameter of the model is an error."""
+    """optimizer.state, by masters of shards. A parameter of the model as its key is an error."""
 
     def __init__(self, factory=dict, state=(), params=()):
         super().__init__(factory, state)
@@ -222,6 +224,12 @@ class StateOfShards(defaultdict):
 
     def __contains__(self, key):
         return super().__contains__(self._checked(key))
+
+    def __setitem__(self, key, value):
+        super().__setitem__(self._checked(key), value)
+
+    def setdefault(self, key, *default):
+        return super().setdefault(self._checked(key), *default)
 
     def get(self, key, *default):
         return super().get(self._checked(key), *default)

@@ -31,11 +31,10 @@ def warn_of_views(model: nn.Module, *_) -> None:
     # attributes: refused, or made anew before each forward, as torch.nn.utils.spectral_norm does
     own |= {value for module in model.modules() for value in vars(module).values()
             if isinstance(value, torch.Tensor)}
-    places = [_place(tensor) for tensor in own if tensor.layout == torch.strided]
-    one = torch.empty(1)  # the only holder of its memory
-    more = torch._C._storage_Use_Count(_place(one)) - 1
-    held = {place for place, count in Counter(places).items()
-            if torch._C._storage_Use_Count(place) > count + more}
+    strided = [tensor for tensor in own if tensor.layout == torch.strided]
+    ours = Counter(map(_place, strided))
+    more = holders(torch.empty(1)) - 1  # which is the only holder of its memory
+    held = {_place(tensor) for tensor in strided if holders(tensor) > ours[_place(tensor)] + more}
     if not held:
         return
     gc.collect()  # a view that nothing refers to does not count
@@ -58,6 +57,11 @@ def warn_of_views(model: nn.Module, *_) -> None:
             "it if you want these values",
             stacklevel=5,
         )
+
+
+def holders(tensor: torch.Tensor) -> int:
+    """How many tensors share its memory."""
+    return torch._C._storage_Use_Count(_place(tensor))
 
 
 def _place(tensor: torch.Tensor) -> int:

@@ -155,7 +155,9 @@ def _no_own_rates(me):
 
 STATE = "zero.optimizer keeps state of shards"
 for words, ask in {"read": lambda state, param: state[param], "forgotten": lambda state, param: state.pop(param, None),
-                   "asked for": lambda state, param: param in state}.items():
+                   "asked for": lambda state, param: param in state,
+                   "set": lambda state, param: state.setdefault(param, {}),
+                   "replaced": lambda state, param: state.__setitem__(param, {})}.items():
 
     @scenario(f"an optimizer's state of a parameter, {words}", naive=False, refused=STATE)
     def _state(me, ask=ask):
@@ -379,10 +381,7 @@ def with_gradients(me, change):
 OURS = r"zero\.clip_grad_norm_|zero\.zero_grad|reduced_gradients|zero\.step"  # the line to write instead
 
 
-# naive.py's .grad is this rank's own until step() or clip_grad_norm_() averages it, as it says: it is not asked here
-
-
-@scenario("torch's clip_grad_norm_", or_refused=OURS, naive=False)
+@scenario("torch's clip_grad_norm_", or_refused=OURS)
 def torchs_clip(me):
     with_gradients(me, lambda zero, step: me.note(nn.utils.clip_grad_norm_(zero.model.parameters(), 0.1)))
 
@@ -435,7 +434,7 @@ scenario("views of .grad kept from the last step", or_refused=OURS, naive=False)
 scenario("reduced_gradients() kept from the last step", naive=False)(keeping(lambda zero: zero.reduced_gradients()))
 
 
-@scenario(".grad assigned by hand", or_refused=OURS, naive=False)
+@scenario(".grad assigned by hand", or_refused=OURS)
 def grad_assigned(me):
     def ones(zero, step):
         for param in zero.model.parameters():
@@ -444,7 +443,7 @@ def grad_assigned(me):
     with_gradients(me, ones)
 
 
-@scenario(".grad of some parameters dropped", or_refused=OURS, naive=False)
+@scenario(".grad of some parameters dropped", or_refused=OURS)
 def grad_dropped(me):
     """Freezing by hand, as many do: the gradient is zero then, and momentum moves on."""
     def drop(zero, step):
@@ -453,7 +452,17 @@ def grad_dropped(me):
     with_gradients(me, drop)
 
 
-@scenario("noise added to .grad", or_refused=OURS, naive=False)
+@scenario("sparse gradients", or_refused=r"sparse=False|\.sparse")
+def sparse_gradients(me):
+    model = nn.Sequential(nn.Embedding(11, 7, sparse=True), Chain())
+    zero = me.wrap(model, SGD, lr=0.1)
+    for step in range(3):
+        me.backward(model(me.words(step)).square().mean())
+        zero.step()
+        zero.zero_grad()
+
+
+@scenario("noise added to .grad", or_refused=OURS)
 def grad_noise(me):
     def noise(zero, step):
         for number, param in enumerate(zero.model.parameters()):
@@ -522,7 +531,7 @@ def zero_grad_forgotten(me):
         zero.step()
 
 
-@scenario(or_refused=r"call zero\.step\(\)", naive=False, learns=False)
+@scenario(or_refused=r"call zero\.step\(\)", learns=False)
 def step_of_the_optimizer_itself(me):
     model, zero = wrapped(me)
     for step in range(3):
@@ -614,7 +623,7 @@ scenario("16 bit without masters", dtype=torch.bfloat16, refused={"naive": "use 
     lambda me: train(me, Chain(), AdamW, lr=0.01))
 
 
-@scenario("torch's own GradScaler", naive=False, dtype=torch.float32, tolerance=1e-5, or_refused="LossScaler")
+@scenario("torch's own GradScaler", dtype=torch.float32, tolerance=1e-5, or_refused="LossScaler")
 def torchs_scaler(me):
     model = Chain()
     zero = me.wrap(model, SGD, lr=0.1)
