@@ -55,6 +55,7 @@ def pytest_collection_modifyitems(config, items):
     if config.option.thorough and not config.option.thorough_only:
         return
     _leave_one_world(items)
+    _leave_half_of_the_points(items)
     marked, others = [], []
     for item in items:
         (marked if item.get_closest_marker("thorough") else others).append(item)
@@ -91,6 +92,22 @@ def _leave_one_world(items):
         for size, item in alike.items():
             if size != chosen:
                 item.add_marker(pytest.mark.thorough)
+
+
+def _leave_half_of_the_points(items):
+    """Of a lesson's checks those that are worth most, until each step has half of its points; the others thoroughly."""
+    steps = {}
+    for item in items:
+        mark = item.get_closest_marker("step")
+        if mark and not item.get_closest_marker("thorough"):
+            step = steps.setdefault((item.path, mark.args[0]), {})
+            step.setdefault((-mark.kwargs["points"], item.originalname), []).append(item)
+    for step in steps.values():
+        left = -sum(points for points, _ in step) / 2
+        for (points, _), checks in sorted(step.items(), key=lambda entry: entry[0]):
+            for item in checks if left <= 0 else ():
+                item.add_marker(pytest.mark.thorough)
+            left += points
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,7 +7,29 @@
 Nothing is dropped: `pytest --thorough-only` runs just what the plain run leaves out (conftest.py holds both options).
 """
 
+import functools
+
 import pytest
+
+
+def each(cases, name=str):
+    """Decorator of a test of one case: a single test takes them all, and names those that fail. A test of its own costs
+    more than such a case does."""
+    def of_one(test):
+        def of_all():
+            failed = []
+            for case in cases:
+                try:
+                    test(case)
+                except Exception as error:
+                    failed.append(f"{name(case)}: {type(error).__name__}: {error}")
+            assert not failed, "\n".join(failed)
+
+        functools.update_wrapper(of_all, test)
+        del of_all.__wrapped__  # whose argument pytest would ask a fixture for
+        return of_all
+
+    return of_one
 
 
 def sample(cases, always):

@@ -347,13 +347,6 @@ WRONG = {
         5, "test_trains_as_one_process_would", r"three micro-batches a step, and clipping, 3 steps: rank 0 has other",
         zero_grad(scale="")),
 }
-# what the plain run plays too
-SHORT = {
-    "buffers stay each rank's own", "the sum, the naive way", "the mean of the mean", "a message for each parameter",
-    "a copy is averaged, and nobody puts it back", "each bucket twice", "nobody listens",
-    "counts a tied weight for each module", "a tensor's hook, which comes before .grad", "waits at once",
-    "a micro-batch leaves all the same", "old gradients stay", "the order in which they become complete here",
-}
 WRONG |= {  # what strangers handed in, and had full marks
     "a list that grows by numbers alone": Wrong(
         5, "test_nothing_stays_of_a_step", r"entries of lists and dicts after the second step, and \d+ after",

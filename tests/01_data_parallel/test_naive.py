@@ -109,6 +109,7 @@ def parameters_of(model):
     return len(list(model.parameters()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("accumulate", (1, 3))
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_sends_each_parameters_gradient_once_and_nothing_before_step(world_size, accumulate):

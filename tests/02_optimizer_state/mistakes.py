@@ -483,13 +483,6 @@ WRONG |= {  # the same, where the kernel counts
     "the whole optimizer state, to the kernel": Wrong(
         3, "test_the_kernel_counts_a_step", r"rank \d holds up to \d+.\d MB, as the kernel counts", IN_DISGUISE),
 }
-SHORT = {  # a second or two each
-    "an optimizer for everything on each rank", "groups lose what the user set", "cut by parameters, not by elements",
-    "floor division drops the tail", "the sum instead of the mean", "reduces over all ranks there are",
-    "the gather shifts what it brings, alike on all ranks", "gathers before the update",
-    "state for whole buckets, of which a slice is used", "an all-reduce, then an all-gather",
-    "the master is made anew from the rounded parameter", "norms are added",
-}
 WRONG |= {  # what strangers handed in, and had full marks
     "one tensor for all norms": Wrong(
         5, "test_trains_with_clipping", r"and the tensor that it returned holds .* after later calls",

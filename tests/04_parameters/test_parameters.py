@@ -32,6 +32,7 @@ def between_forward_and_backward(stage_class):
     return kept, whole, block
 
 
+@pytest.mark.thorough
 def test_parameters_are_released_though_autograd_saved_them():
     data_parallel = toys.run(between_forward_and_backward, 2, Stage0)
     for (activations, _, _), (kept, whole, block) in zip(

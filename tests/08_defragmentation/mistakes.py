@@ -319,8 +319,6 @@ WRONG = {
                      "self.lent[id(tensor)] = tensor, new")),
 }
 
-SHORT = {"merges with the block behind it alone", "takes the first block that fits, by address",
-         "lets autograd count each copy as a change of all", "clones the whole arena"}
 WRONG |= {  # what strangers handed in, and had full marks
     "a gradient has the place of its first round": Wrong(
         4, "test_each_round_begins_anew", r"the gradients in the slab are others than without one",

@@ -572,6 +572,7 @@ def test_slabs_prevent_the_failure(recordings):
     allocator_model.replay(recordings[True].trace, CachingAllocator(finding.capacity))
 
 
+@pytest.mark.thorough
 def test_slabs_are_two_storages_of_the_trace(recordings):
     rows, _ = allocator_model.memory_map(recordings[True].trace, CachingAllocator(2**40))
     lasting = [row for row in rows if row.begin < recordings[True].begins[0] and row.end > recordings[True].begins[-1]]

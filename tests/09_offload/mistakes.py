@@ -339,7 +339,6 @@ WRONG = {
         5, DISK, r"the host of rank \d failed(.|\n)*in update(.|\n)*self.in_turn\(\)",
         update(shards="self.shards.values()")),
 }
-SHORT = {"the host raises", "gradients leave in fp32"}
 WRONG |= {  # what strangers handed in, and had full marks
     "a scale of 0 is none": Wrong(
         1, "test_the_host_updates_its_masters", r"after update 4 of AdamW",

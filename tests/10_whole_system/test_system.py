@@ -326,6 +326,7 @@ def test_the_meter_sees_what_is_not_a_collective_of_ours():
 # ------------------------------------------------------------------------------------------------ the grader, the board
 
 
+@pytest.mark.thorough
 def test_the_starter_has_no_points():
     """It is stage 2, which cannot begin on the meta device."""
     build = read_system(str(open_part.part().folder / "system.py"))[1]

@@ -163,6 +163,7 @@ def overflows():
     return taken, scaler.scale_value
 
 
+@pytest.mark.thorough
 def test_an_overflow_on_one_rank_is_everybodys():
     assert toys.run(overflows, 4) == [([False, True], 32.0)] * 4
 

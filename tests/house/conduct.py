@@ -95,8 +95,3 @@ WRONG = {
     "cannot be imported": at_the_top(
         r"(?s)it raised ModuleNotFoundError: No module named 'zero_maximal'.*line \d+", "import zero_maximal"),
 }
-SHORT = {  # what runs always: one of each kind
-    "loops for ever", "raises on one rank", "crashes", "calls sys.exit", "kills where Python does not see it",
-    "prints without end", "leaves a thread", "starts a program", "imports the reference", "measures no memory",
-    "replaces a collective", "has no class of that name",
-}

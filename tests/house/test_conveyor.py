@@ -101,6 +101,7 @@ def belt_of(stage_class):
     return next(belts_of(stage_class))
 
 
+@pytest.mark.thorough
 def test_a_belt_of_today():
     first, second = toys.run(lambda: list(belts_of(Stage3, steps=2)), 2)[0]
     assert_belt(first, prefetch=False)

@@ -233,6 +233,7 @@ class Fragile(Chain):
         super().__init__(self.Link, count=4)
 
 
+@pytest.mark.thorough
 @on_two_ranks
 def test_recovers(stage):
     outcomes = []

@@ -54,6 +54,7 @@ def refused(name):
     assert torch.equal(begin, torch.arange(3.0 * SIZE) + mean), f"{name}: what comes next is wrong"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_refused_before_anything_is_sent(world_size):
     def look():

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pages
 import pytest
 import torch
+from thorough import each
 
 from zero_minimal.classroom.lessons import HOUSE, found
 
@@ -67,7 +68,7 @@ def test_terms_stand_in_order_and_once():
         assert below and all(key(entry.term)[0] == letter.lower() for entry in below), f"what stands below {letter}?"
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.term)
+@each(ENTRIES, lambda entry: entry.term)
 def test_an_entry_is_short_and_names_lessons_that_use_it(entry):
     assert 1 <= len(pages.sentences(entry.text)) <= 3, "one or two plain sentences"
     written = {lesson.name[:2]: lesson.name for lesson in found().values()}
@@ -123,7 +124,7 @@ def look_up(name: str):
     return value
 
 
-@pytest.mark.parametrize("name", names("FSDP2") + names("torch"))
+@each(names("FSDP2") + names("torch"))
 def test_torch_has_what_the_glossary_names(name):
     assert look_up(name) is not None
 

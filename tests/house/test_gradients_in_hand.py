@@ -91,6 +91,7 @@ GOING_ON = {
 }
 
 
+@pytest.mark.thorough
 @by_stage
 def test_a_gradient_that_is_replaced(stage):
     uses = {f"{how}, {then}": after_backward(replace, go_on)
@@ -109,6 +110,7 @@ def replace_under_offload():
     zero.step()
 
 
+@pytest.mark.thorough
 @by_world
 def test_a_gradient_that_is_replaced_under_offload(world_size):
     words = refused(replace_under_offload, world_size=world_size)
@@ -126,6 +128,7 @@ def drop_on_one_rank(stage):
     zero.step()
 
 
+@pytest.mark.thorough
 @sharded
 def test_one_rank_alone_drops_a_batch(stage):
     words = refused(drop_on_one_rank, stage)
@@ -160,6 +163,7 @@ def test_gradients_made_by_hand(stage, world_size, through_autograd):
         assert all(torch.allclose(each, torch.tensor(-0.2 * mean), atol=1e-5) for each in moved)
 
 
+@pytest.mark.thorough
 @sharded
 @in_ranks(2)
 def test_what_stands_in_for_gradients_takes_no_memory(stage):

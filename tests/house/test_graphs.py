@@ -47,6 +47,7 @@ def second_order(stage, how):
     return [*toys.whole_parameters(zero), penalty.detach()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", sample((0, 1, 2), [2]))
 def test_a_penalty_on_gradients(stage):
     """With torch.autograd.grad(create_graph=True), and with torch.func.grad, whose gradients are a rank's own."""
@@ -152,6 +153,7 @@ def two_models(stage, missing, in_turn):
     return toys.whole_parameters(first) + toys.whole_parameters(second)
 
 
+@pytest.mark.thorough
 @by_world
 @pytest.mark.parametrize("missing, in_turn", sample(((False, False), (False, True), (True, True)), [(True, True)]))
 def test_two_models_in_one_backward(world_size, missing, in_turn):

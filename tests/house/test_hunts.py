@@ -363,6 +363,7 @@ def test_the_names_on_the_page_are_the_names_in_a_file():
     assert named == set(runs("01")[0][0])
 
 
+@pytest.mark.thorough
 def test_a_picture_is_drawn_of_what_a_file_holds():
     figure = draw_hunt(RECORDS["09"])
     named = [text.get_text() for text in figure.legends[0].get_texts()]

@@ -1,11 +1,13 @@
 """The house as its imports and sizes show it: nothing upward, no circle, no door forced, nothing too large."""
 
 import ast
+import functools
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from thorough import each
 
 PACKAGE = Path(__file__).parents[2] / "zero_minimal"
 # a room may import from those below it; the files of the lessons lie beside the rooms
@@ -29,9 +31,14 @@ def room_of(module):
 MODULES = {name_of(path): path for path in FILES}
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
 def imports(path, tree=None):
     """Modules of ours that a file imports, wherever in the file it does so; what only type checkers read left out."""
-    for node in ast.walk(tree or ast.parse(path.read_text())):
+    for node in ast.walk(tree or tree_of(path)):
         names = []
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
@@ -42,13 +49,13 @@ def imports(path, tree=None):
 
 def without_last_lines(path):
     """A lesson's file without `if __name__ == "__main__":`, which starts a program."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text())  # not the tree that is kept
     if isinstance(tree.body[-1], ast.If) and "__main__" in ast.unparse(tree.body[-1].test):
         tree.body.pop()
     return tree
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@each(FILES, name_of)
 def test_imports_nothing_from_above(path):
     room = room_of(name_of(path))
     tree = without_last_lines(path) if room == "lessons" else None
@@ -66,10 +73,10 @@ def test_no_circle():
                                    else imports(path)) for module, path in MODULES.items()}).prepare()
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@each(FILES, name_of)
 def test_opens_no_private_door(path):
     """`module._name` of another module of ours, or `from module import _name`."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     ours = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
             and (node.module or "").startswith("zero_minimal") for alias in node.names}
     assert not [name for name in ours if re.match("_[a-z]", name)]
@@ -78,7 +85,7 @@ def test_opens_no_private_door(path):
             assert not re.match("_[a-z]", node.attr), f"{name_of(path)}:{node.lineno} uses {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=name_of)
+@each(LESSONS, name_of)
 def test_a_lesson_ends_with_what_starts_its_program(path):
     last = ast.parse(path.read_text()).body[-1]
     assert isinstance(last, ast.If) and "__main__" in ast.unparse(last.test)
@@ -99,7 +106,7 @@ def test_no_two_files_have_one_name():
     assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
 
 
-@pytest.mark.parametrize("path", IN_CLASS, ids=name_of)
+@each(IN_CLASS, name_of)
 def test_fits_a_projector(path):
     wide = [number for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 100]
     assert not wide, f"lines of more than 100 characters: {wide}"

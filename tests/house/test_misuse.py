@@ -198,6 +198,7 @@ def said_at(stage):
     return toys.run(what_is_said, 3, uses, stage, timeout=60)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage, name", sample(ROWS, [row for row in ROWS if row[0] == 3]))
 def test_what_is_used_otherwise(stage, name):
     (_, _, words), said = USES[name], {of_rank[name] for of_rank in said_at(stage)} - {""}
@@ -256,6 +257,7 @@ def rates_that_differ(how, stage):
             zero.optimizer.param_groups[0]["lr"] = 0.1 / (1 + dist.get_rank())
 
 
+@pytest.mark.thorough
 @by_stage_and_world
 @pytest.mark.parametrize("how", sample(("scheduled", "in a tensor", "by hand"), ["scheduled"]))
 def test_learning_rates_that_differ(stage, world_size, how):
@@ -299,6 +301,7 @@ def two_models(stage, scaled):
     return weights(one), weights(other)
 
 
+@pytest.mark.thorough
 @by_stage_and_world
 def test_a_scaler_for_two_models(stage, world_size):
     runs = [toys.run(two_models, world_size, stage, scaled) for scaled in (True, False)]
@@ -316,6 +319,7 @@ def one_of_two_overflows(stage, first):
     return taken, scaler.scale_value
 
 
+@pytest.mark.thorough
 @by_world
 @pytest.mark.parametrize("first", sample((True, False), [False]))
 def test_any_overflow_halves_the_scale(first, world_size):
@@ -342,6 +346,7 @@ def drop_a_batch(stage, scaled, update):
     return torch.tensor(norms), weights(zero), scaler.state_dict()["good_steps"]
 
 
+@pytest.mark.thorough
 @by_world
 @pytest.mark.parametrize("update", sample((True, False), [False]))
 def test_a_batch_that_is_dropped_after_unscaling(update, world_size):
@@ -362,6 +367,7 @@ def trained(stage, averages):
     return weights(zero)
 
 
+@pytest.mark.thorough
 @by_stage
 def test_averages_between_forward_and_backward_leave_the_graph_as_it_is(stage):
     assert torch.equal(*(toys.run(trained, 2, stage, averages)[0] for averages in (True, False)))

@@ -65,6 +65,7 @@ def wrap(stage, make=Chain, **options):
     return model, stage(model, torch.optim.SGD, **{"lr": 0.1, "momentum": 0.9, "bucket_bytes": 600, **options})
 
 
+@pytest.mark.thorough
 @on_two_ranks
 def test_no_random_numbers(stage):
     """Dropout must be the same at every stage, so no stage consumes random numbers."""
@@ -82,6 +83,7 @@ def test_no_random_numbers(stage):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.thorough
 @on_two_ranks
 def test_zero_grad_where_users_call_it(stage):
     """After step, before forward, or between forward and backward: the same, and no more whole gradients at once."""
@@ -112,6 +114,7 @@ def test_zero_grad_where_users_call_it(stage):
     assert most[0] == most[1] == most[2]
 
 
+@pytest.mark.thorough
 @on_two_ranks
 def test_restart_with_frozen_parameters(stage):
     """What is not trained is state too: the next program may start from other values."""

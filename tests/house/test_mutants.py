@@ -14,6 +14,7 @@ def untold(lesson):
     return getattr(submissions.mistakes(lesson), "UNTOLD", {})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_what_nobody_could_tell_is_a_mutant(lesson):
     made = mutants.mutants(lesson, of={name.partition(":")[0] for name in untold(lesson)})

@@ -13,6 +13,7 @@ import sys
 
 import pages
 import pytest
+from thorough import each
 
 from zero_minimal.__main__ import COMMANDS
 from zero_minimal.classroom.lessons import HOUSE, Lesson, found
@@ -21,7 +22,7 @@ from zero_minimal.classroom.references import reference
 LESSONS = found()
 PAGES = [*sorted(HOUSE.glob("*.md")), *sorted((HOUSE / "lessons").rglob("*.md"))]
 each_lesson = pytest.mark.parametrize("lesson", LESSONS.values(), ids=LESSONS)
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOUSE)))
+each_page = each(PAGES, lambda page: str(page.relative_to(HOUSE)))
 
 IDEA, PREDICT, RULE = "The idea in one picture", "Predict", "A rule to leave with"
 SECTIONS = (IDEA, PREDICT, "Walk through it", "The assignment", "Hints", "Grade it", "What people get wrong",

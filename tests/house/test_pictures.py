@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 from matplotlib.text import Text
+from thorough import each
 
 from zero_minimal.meters.deliveries import Story
 from zero_minimal.pictures import style
@@ -81,7 +82,7 @@ def test_a_caption_speaks_of_sums_only_where_there_are_some():
 # ---------------------------------------------------------------------------------------------------------- their pages
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOUSE)))
+@each(PAGES, lambda page: str(page.relative_to(HOUSE)))
 def test_code_blocks_fit_a_page_and_tables_have_heads(page):
     """A page of 830 pixels shows some 95 characters of code; what is longer is cut, or has to be scrolled."""
     fenced, text = False, page.read_text()

@@ -28,6 +28,7 @@ def test_the_committed_files_are_one_page_of_a3():
     assert [float(side) / 72 for side in box] == pytest.approx([WIDTH, HEIGHT], abs=0.01)
 
 
+@pytest.mark.thorough
 def test_its_words_say_what_was_measured():
     rows = json.loads((LESSONS / "pictures/compare.json").read_text())["rows"][:4]
     assert [row["name"] for row in rows] == [f"stage {number}" for number in range(4)]
@@ -54,6 +55,7 @@ def test_the_committed_poster_is_what_the_command_draws(tmp_path):
         assert SMALL * scale >= 6.5, panel.headline
 
 
+@pytest.mark.thorough
 def test_a_poster_that_would_run_off_the_page_is_refused():
     panel = poster.ladder()
     with pytest.raises(ValueError, match="inches too long"):

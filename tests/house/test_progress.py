@@ -120,6 +120,7 @@ def test_how_near_a_guess_is(file, capsys, guess, says):
     assert shown(capsys, "00_collectives").endswith(f"measured 12: {says}\n")
 
 
+@pytest.mark.thorough
 def test_the_command():
     done = subprocess.run([sys.executable, "-m", "zero_minimal", "progress"], cwd=HOUSE, text=True, capture_output=True)
     assert done.returncode == 0 and "00 collectives" in done.stdout

@@ -105,6 +105,7 @@ def plainly(world_size):
     return rows
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", sample((1, 2), [1]))
 def test_the_sample_runs_as_it_stands(world_size, tmp_path):
     """Under torchrun, and alone."""

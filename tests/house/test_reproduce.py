@@ -147,6 +147,7 @@ def test_what_figure_7_rules_out_is_ruled_out():
         assert bars[without] - bars[with_cut] < (whole - cut) / 2e9, "less than half of it off the paper's bars"
 
 
+@pytest.mark.thorough
 def test_figure_2_is_arithmetic_and_says_so(tmp_path):
     result = reproduce.figure2()
     rows = {row["name_billions"]: row for row in result["rows"]}

@@ -166,6 +166,7 @@ def edited_at_once(folder):
     return found
 
 
+@pytest.mark.thorough
 def test_an_edit_waits_until_the_state_is_written(tmp_path):
     assert toys.run(edited_at_once, 2, tmp_path) == [[True] * len(toys.STAGES)] * 2
 
@@ -210,6 +211,7 @@ def test_memory_does_not_grow_by_more_than_a_bucket(stage, world, tmp_path):
 # --------------------------------------------------------------------------------------------------------- what is kept
 
 
+@pytest.mark.thorough
 @in_ranks(2)
 def test_keeps_the_newest(tmp_path):
     zero = Training(1, torch.float32, 0).zero

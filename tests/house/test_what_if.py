@@ -258,6 +258,7 @@ def test_sliders_of_a_notebook_are_the_page_with_its_initial_values(monkeypatch)
         slider_cell.sliders(ranks=3)
 
 
+@pytest.mark.thorough
 def test_who_only_reads_gets_picture_and_tables(monkeypatch, capsys):
     monkeypatch.setenv("ZERO_READING", "1")
     slider_cell.sliders(parameters=1.5e9)

@@ -232,6 +232,7 @@ def test_ranks_report_the_same_losses():
     assert reports[0]["validation_losses"] == reports[1]["validation_losses"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", sample(["bf16", "fp16"], ["fp16"]))
 @pytest.mark.parametrize("stage_class", sample([Stage1, Stage3], [Stage3]))
 def test_sixteen_bits_train(stage_class, dtype):

@@ -59,6 +59,7 @@ def load_differently(stage, dtype):
     return said
 
 
+@pytest.mark.thorough
 @by_stage_and_world
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_ranks_that_edit_differently_are_told(world_size, stage, dtype):
@@ -82,6 +83,7 @@ def load_on_rank_0(stage, dtype):
     return loaded, toys.whole_parameters(zero)
 
 
+@pytest.mark.thorough
 @by_stage_and_world
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_rank_0_may_load_and_send(world_size, stage, dtype):
@@ -171,6 +173,7 @@ def test_a_copy_is_a_plain_model(stage, how):
     assert first == [toys.step_of(other, step) for step in range(1, 3)]
 
 
+@pytest.mark.thorough
 @by_stage
 @in_ranks(2)
 def test_a_copy_outside(stage):

@@ -42,7 +42,13 @@ def refuse_call(stage, *_, **__):
     raise TypeError("call the model, zero.model(x): a stage only follows it")
 
 
-Hooks.__call__ = refuse_call
+def refuse_groups(stage):
+    """Raises: AttributeError, since a stage is no optimizer: torch's GradScaler asks for groups."""
+    raise AttributeError("a stage is no optimizer: schedulers take zero.optimizer; in the place of "
+                         "torch's GradScaler take loss_scaler.LossScaler")
+
+
+Hooks.__call__, Hooks.param_groups = refuse_call, property(refuse_groups)
 
 
 def answering(method: Callable, owner: weakref.ref) -> Callable:

@@ -49,9 +49,6 @@ def check_element_wise(
         raise TypeError("give the optimizer's class and its options: "
                         "Stage2(model, torch.optim.AdamW, lr=3e-4)")
     name, group = optimizer_class.__name__, group or {}
-    trial = (optimizer_class, repr(options), repr(group))
-    if trial in _passed:
-        return _passed[trial]
     refusal = (f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or "
                "another that is")
     try:
@@ -62,6 +59,9 @@ def check_element_wise(
     # with tiny steps no difference would show; and a trial runs on the CPU
     options, group = (each | {name: value for name, value in TRIED_WITH.items() if name in each}
                       for each in (options, group))
+    trial = (optimizer_class, repr(options), repr(group))
+    if trial in _passed:
+        return _passed[trial]
     asked: set[str] = set()
     for kind, gradients in _gradients().items():
         try:

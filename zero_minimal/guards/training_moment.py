@@ -1,9 +1,10 @@
 """Training moment: what a bucket's fingerprint says about training, so that ranks that differ get
 an error: the backward and step, what the last step() did, the learning rate, and edits.
 
-Seams: wrapped, followed, bucket_complete, unit_turn, gradients_reduced, gradients_dropped;
-gather_parameters() asks, too.
-Mistakes: a scheduler, clip_grad_norm_(), step() or a load_state_dict() on one rank alone.
+Seams: wrapped, followed, backward_begins, bucket_complete, unit_turn, gradients_reduced,
+gradients_asked, gradients_dropped; gather_parameters() asks, too.
+Mistakes: a scheduler, clip_grad_norm_(), step() or a load_state_dict() on one rank alone; groups
+removed from optimizer.param_groups.
 """
 
 import torch
@@ -17,6 +18,16 @@ from zero_minimal.guards.same_on_all_ranks import in_numbers
 @seams.at("wrapped")
 def remember_options(stage) -> None:
     stage.optimizer._zero_given = [_simple(group) for group in stage.optimizer.param_groups]
+
+
+@seams.at("backward_begins", "gradients_asked")
+def check_groups_are_there(reducer) -> None:
+    groups = reducer.stage.optimizer.param_groups
+    given = len(getattr(reducer.stage.optimizer, "_zero_given", groups))
+    if len(groups) != given:
+        raise RuntimeError(f"zero.optimizer had {given} groups when the model was wrapped, and has "
+                           f"{len(groups)}: no group can be added or removed, since its buckets "
+                           "would have no options. To let one rest, set its lr to 0")
 
 
 @seams.at("followed")

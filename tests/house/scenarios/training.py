@@ -226,6 +226,16 @@ def a_group_added_later(me):
     zero.optimizer.add_param_group(dict(params=[nn.Parameter(torch.ones(3))]))
 
 
+@scenario(naive=False, refused="zero.optimizer had 2 groups when the model was wrapped, and has 1")
+def a_group_is_removed(me):
+    model = Chain()
+    first, *others = model.layers
+    zero = me.wrap(model, SGD, lr=0.1, param_groups=[
+        dict(params=[param for layer in others for param in layer.parameters()]), dict(params=[*first.parameters()])])
+    zero.optimizer.param_groups.pop()
+    go_on(me, zero, range(2))
+
+
 def freeze_or_unfreeze(me, before, after):
     model = Chain()
     model.layers[0].requires_grad_(before)
@@ -633,6 +643,14 @@ def torchs_scaler(me):
         scaler.step(zero.optimizer)
         scaler.update()
         zero.zero_grad()
+
+
+@scenario("torch's own GradScaler, given the stage", naive=False, refused="take loss_scaler.LossScaler")
+def torchs_scaler_of_the_stage(me):
+    model, zero = wrapped(me)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(squares(model, me, 0)).backward()
+    scaler.step(zero)
 
 
 # ------------------------------------------------------------------------------------------------------- several models
