@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from thorough import sample
+from thorough import each, sample
 
 from zero_minimal.processes import ranks
 
@@ -159,12 +159,26 @@ def test_thorough_and_plain_runs_share_nothing_and_leave_nothing_out(tmp_path):
         @pytest.mark.thorough
         def test_alone():
             pass
+
+        @pytest.mark.step(1, points=2)
+        def test_of_few_points():
+            pass
+
+        @pytest.mark.step(1, points=4)
+        @pytest.mark.parametrize("size", (5, 7))
+        def test_of_half_the_points(size):
+            pass
+
+        @pytest.mark.step(1, points=2)
+        def test_of_others():
+            pass
         """)
     plain, rest, everything = collected(file), collected(file, "--thorough-only"), collected(file, "--thorough")
-    assert plain == ["test_worlds[3]", "test_both[5-avg-b]"], "of several worlds one"
+    half = ["test_of_half_the_points[5]", "test_of_half_the_points[7]"]
+    assert plain == ["test_worlds[3]", "test_both[5-avg-b]", *half], "of several worlds one"
     assert rest == ["test_worlds[1]", "test_worlds[2]", "test_worlds[4]", "test_both[3-sum-a]", "test_both[3-sum-b]",
-                    "test_both[5-avg-a]", "test_alone"]
-    assert sorted(plain + rest) == sorted(everything) and len(everything) == 9
+                    "test_both[5-avg-a]", "test_alone", "test_of_few_points", "test_of_others"]
+    assert sorted(plain + rest) == sorted(everything) and len(everything) == 13
     assert collected(f"{file}::test_alone") == ["test_alone"], "who names a test gets it"
     many = written(tmp_path / "test_many.py", """
         import pytest
@@ -177,6 +191,19 @@ def test_thorough_and_plain_runs_share_nothing_and_leave_nothing_out(tmp_path):
     parts = [collected(many, "--thorough-only", f"--part={number}/3") for number in range(3)]
     assert [len(part) for part in parts] == [16, 16, 8]
     assert sorted(sum(parts, [])) == sorted(collected(many, "--thorough-only"))
+
+
+def test_cases_of_one_test_are_all_called_and_those_that_fail_are_named():
+    called = []
+
+    @each((1, 0, 2, 0), name="case {}".format)
+    def divides(number):
+        called.append(number)
+        assert 4 / number
+
+    with pytest.raises(AssertionError, match=r"^case 0: ZeroDivisionError: .*\ncase 0: ZeroDivision"):
+        divides()
+    assert called == [1, 0, 2, 0] and divides.__name__ == "divides"
 
 
 def test_a_sample_names_cases_that_are_there():
