@@ -60,8 +60,8 @@ class Stage3(Hooks):
     read from its unit's turn until the turn of another one; the root's until step() or the end of
     an evaluation. After that it keeps only its shape; to read it, use `gather_parameters()`. While
     it can be read, a loss may be computed from it (an L1 penalty, say), and edits in place are kept
-    if all ranks make them alike, which is not checked here. Keep a .clone() of what you read, not a
-    view: a view that is taken inside the unit's own forward gives no error when its memory is
+    if all ranks make them alike: else the next backward raises. Keep a .clone() of what you read,
+    not a view: a view that is taken inside the unit's own forward gives no error when its memory is
     freed.
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
         element-wise; TypeError for a wrong model, optimizer class or optimizer option; RuntimeError

@@ -7,7 +7,7 @@ fingerprint: ranks that differ get an error before step(). Where .grad was chang
 stage 0, a sum of the gradients travels with the next backward.
 
 Seams: wrapped, followed, backward_begins, gradients_reduced, gradients_asked, gradients_dropped,
-update_begins, update_ends, parameters_edited.
+update_begins, update_ends, parameters_edited, parameter_restored.
 """
 
 from collections.abc import Iterable
@@ -18,6 +18,7 @@ from zero_minimal.core import seams
 from zero_minimal.core.layout import Bucket
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards.collective_fingerprint import CHANGED, EDITED, REWRITTEN, VALUES
+from zero_minimal.guards.trained_by import trained_by
 
 
 class Frozen:
@@ -110,6 +111,23 @@ def look_for_edits(reducer) -> None:
         if reducer.values not in ("", values):  # by .data, which autograd does not count
             reducer.stage.buckets[0].edited = f"{EDITED} (sum {values.split()[-1]})"
         reducer.values = values
+
+
+@seams.at("parameter_restored")
+def look_before_release(param: torch.nn.Parameter) -> None:
+    """At stage 3 edits count from a unit's turn until its parameters are freed."""
+    stage = trained_by(param)
+    unit, bucket = getattr(stage, "home_of", {}).get(param, (None, None))
+    if unit is None:
+        return
+    parts = (bucket, *getattr(stage.reducer, "frozen", ()))
+    in_forward = any(getattr(part, "changed", "") for part in parts)
+    if unit.whole and _edits(param) and not in_forward:
+        # what is not trained is told with the first bucket that is
+        told = bucket if bucket.trained else stage.buckets[0]
+        told.edited_sum = _total(param) + (told.edited_sum if told.edited else 0)
+        told.edited = f"{EDITED} (sum {told.edited_sum!r})"
+    all_alike([param])
 
 
 def changes_of(reducer, bucket: Bucket) -> str:

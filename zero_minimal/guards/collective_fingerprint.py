@@ -54,7 +54,8 @@ def give_notes(moment: str, call: Call) -> None:
     """Give the call a note and a tag, if it has several ranks and runs on gloo."""
     sends = moment == "start" and call.travels and call.group.size() > 1
     if sends and dist.get_backend(call.group) == "gloo":
-        what = f"{call.name} of {in_words(call.of)}" if call.of else call.name
+        of = call.of or getattr(call.tensors[0], "_zero_of", "")
+        what = f"{call.name} of {in_words(of)}" if of else call.name
         dtype = str(call.tensors[0].dtype)[6:]
         words = f"{what}, {call.bytes:,} bytes of {dtype}{getattr(call.of, 'values', '')}"
         call.note = Fingerprint(words, call.group)

@@ -3,13 +3,15 @@ averages it. What changes it before that, changes it by each rank's own numbers.
 
 Seams: naive_wrapped, naive_averages.
 Mistakes: torch's clip_grad_norm_() after backward, zero.optimizer.step(), a backward pass after
-step(), sparse gradients.
+step(), sparse gradients; another learning rate, or other parameters, on one of the ranks.
 """
 
 import torch
 
 from zero_minimal.core import seams
 from zero_minimal.core.weak_hooks import WeakHook
+from zero_minimal.guards.changed_in_forward import ChangedInForward, Frozen, all_alike, edited_by_hand
+from zero_minimal.guards.training_moment import rate_of
 
 
 @seams.at("naive_wrapped")
@@ -18,6 +20,11 @@ def watch(naive) -> None:
     for param in naive.params:
         param.register_post_accumulate_grad_hook(WeakHook(note_gradient, naive))
     naive.optimizer.register_step_pre_hook(WeakHook(refuse_step, naive))
+    naive.whole, naive.steps = Frozen([*naive.model.parameters()]), 0
+    naive.whole.group_index = 0
+    naive.watched = ChangedInForward(naive.model, [naive.whole])
+    count_step(naive)
+    naive.optimizer.register_step_post_hook(WeakHook(count_step, naive))
 
 
 def note_gradient(naive, param: torch.nn.Parameter) -> None:
@@ -38,6 +45,12 @@ def seen(gradient: torch.Tensor | None) -> tuple | None:
     return id(gradient), gradient._version, total
 
 
+def count_step(naive, *_) -> None:
+    naive.steps += 1
+    naive.whole.changed = naive.whole.edited = ""
+    all_alike(naive.whole.params)
+
+
 @seams.at("naive_averages")
 def refuse_changed(naive) -> None:
     arrived, naive.arrived = naive.arrived, {}
@@ -49,6 +62,18 @@ def refuse_changed(naive) -> None:
                 "zero.clip_grad_norm_(), and change what zero.reduced_gradients() returns, alike "
                 "on all ranks; or scale the loss"
             )
+    say_more(naive)
+
+
+def say_more(naive) -> None:
+    """The first gradient tells the other ranks which step this is, the learning rate, and what else
+    has changed the parameters."""
+    for param in naive.params[:1]:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)  # as average() does
+        changed = naive.whole.changed or edited_by_hand(naive.whole)
+        param.grad._zero_of = (f"gradients in backward 1 of step {naive.steps}"
+                               f"{rate_of(naive, naive.whole)}{changed}")
 
 
 def refuse_step(naive, *_) -> None:

@@ -236,6 +236,57 @@ def a_group_is_removed(me):
     go_on(me, zero, range(2))
 
 
+class SeesItsFirstBatch(Chain):
+    def forward(self, x):
+        if not hasattr(self, "seen"):
+            self.seen = True
+            with torch.no_grad():
+                next(self.parameters()).div_(x.std())
+        return super().forward(x)
+
+
+APART = dict(worlds=(2, 3, 4))
+scenario("a layer that sets itself by its own first batch",
+         refused="forward has changed parameters by what|parameters were edited", **APART)(
+    lambda me: train(me, SeesItsFirstBatch()))
+
+
+@scenario("a learning rate on one rank alone", refused="the learning rates differ", **APART)
+def _rate_alone(me):
+    def slow_down(zero, step):
+        if me.rank == 0:
+            zero.optimizer.param_groups[0]["lr"] *= 0.5
+
+    train(me, after=slow_down)
+
+
+EDITED = "parameters were edited, or loaded, on some ranks only or not alike"
+
+
+@scenario("parameters that torch's own optimizer trains beside the stage", naive=False, refused=EDITED, **APART)
+def _trained_beside(me):
+    model = Chain()
+    first, *others = model.layers
+    zero = me.wrap(model, SGD, lr=0.1, param_groups=[param for layer in others for param in layer.parameters()])
+    beside = SGD(first.parameters(), lr=0.1)
+    for step in range(3):
+        squares(model, me, step).backward()
+        beside.step()
+        zero.step()
+        beside.zero_grad()
+        zero.zero_grad()
+
+
+@scenario("an edit after backward on one rank alone", refused=EDITED, **APART)
+def _edited_alone(me):
+    def edit(zero, step):
+        if me.rank == 0:
+            with torch.no_grad():
+                [*zero.model.parameters()][-1].mul_(0.9)
+
+    train(me, each=edit)
+
+
 def freeze_or_unfreeze(me, before, after):
     model = Chain()
     model.layers[0].requires_grad_(before)
