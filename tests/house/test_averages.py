@@ -61,11 +61,14 @@ def average_in_four_ways(stage, dtype):
         zero.zero_grad()
     before, outside = zero.state_dict()["shards"], losses_of(model)
     before = [shard.clone() for shard in before]
+    kept = [*zero.optimizer.param_groups, *zero.optimizer.state.values()]  # the program may hold them, too
     with sharded.in_place():
         inside = losses_of(model)
         with zero.gather_parameters():
             means = [param.detach().clone() for param in model.parameters()]
     assert toys.identical(zero.state_dict()["shards"], before) and losses_of(model) == outside, "the weights are back"
+    after = [*zero.optimizer.param_groups, *zero.optimizer.state.values()]
+    assert all(one is other for one, other in zip(kept, after, strict=True))
     model(*toys.tokens(dist.get_rank(), STEPS)).backward()  # training goes on
     zero.step()
     return dict(means=means, inside=inside, outside=outside, by_hand=list(by_hand.values()), torchs=losses_of(torchs),

@@ -47,8 +47,6 @@ def load_state_dict(stage, state: dict) -> None:
     Raises: ValueError, before anything is changed, if it was saved by another stage, rank, world
         size, optimizer or model.
     """
-    if hasattr(stage, "evaluation_done"):
-        stage.evaluation_done()  # then stage 3 holds nothing whole
     expected = _facts(stage)
     for key in ("stage", "world_size", "rank", "optimizer_class"):
         if state.get(key) != expected[key]:
@@ -63,14 +61,24 @@ def load_state_dict(stage, state: dict) -> None:
     for bucket in stage.buckets:
         wait_until_left(bucket)
     stage.optimizer.load_state_dict(state["optimizer"])
-    for bucket, shard in zip(stage.all_buckets, state["shards"], strict=True):
+    fill_buffers(stage.model, state["buffers"])
+    for name, param in expected["frozen"].items():
+        param.copy_(state["frozen"][name])
+    put_back(stage, state["shards"])
+
+
+@torch.no_grad()
+def put_back(stage, shards: list[torch.Tensor]) -> None:
+    """The parameters become those of `shards`, this rank's of each of stage.all_buckets. The stage
+    gathers what it holds whole."""
+    if hasattr(stage, "evaluation_done"):
+        stage.evaluation_done()  # then stage 3 holds nothing whole
+    for bucket, shard in zip(stage.all_buckets, shards, strict=True):
+        wait_until_left(bucket)
         if bucket.trained:
             bucket.master.copy_(shard)
         bucket.parameter_shard.copy_(shard)
         seams.tell("update_ends", bucket)
-    fill_buffers(stage.model, state["buffers"])
-    for name, param in expected["frozen"].items():
-        param.copy_(state["frozen"][name])
     stage.reducer.loads += 1  # so that ranks which have not loaded get an error
     for bucket in stage.buckets:
         held = bucket.parameters.untyped_storage().nbytes() and bucket.parameters.numel()

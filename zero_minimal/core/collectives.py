@@ -120,7 +120,7 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Work:
 @collective
 def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Work:
     """Copy the tensor of rank `root` of the group to all ranks, in place. Any dtype."""
-    host = _on_host(tensor, group).contiguous()
+    host = _on_host(tensor, group).resolve_conj().contiguous()
     as_bytes = host.view(-1).view(torch.uint8)
     source = dist.get_global_rank(group, root)
     _meet()

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 
 import torch
 
+from zero_minimal.checkpoint.sharded_state import put_back
 from zero_minimal.guards.training_moment import steps_taken
 from zero_minimal.guards.used_gradients import accumulated
 
@@ -59,15 +60,15 @@ class Average:
         Raises: RuntimeError if step() was called inside, since the end of the context undoes it."""
         if accumulated(self.zero.reducer):
             raise RuntimeError("gradients wait for the next zero.step(): enter in_place() after it")
-        state, steps = self.zero.state_dict(), steps_taken(self.zero)
+        steps = steps_taken(self.zero)
         params = tuple(param for bucket in self.zero.all_buckets for param in bucket.params)
         # at the end they are as before, so a graph from before stays valid
         kept = torch.autograd._unsafe_preserve_version_counter(params)
-        weights = [shard.clone() for shard in state["shards"]]
+        weights = [shard.clone() for shard in self.zero.state_dict()["shards"]]
         means = dict(zip(self.zero.buckets, self.shards, strict=True))
         pairs = zip(self.zero.all_buckets, weights, strict=True)
         averaged = [means.get(bucket, shard) for bucket, shard in pairs]  # frozen ones stay
-        self.zero.load_state_dict(state | {"shards": averaged})
+        put_back(self.zero, averaged)
         try:
             yield
             if steps_taken(self.zero) != steps:
@@ -75,4 +76,4 @@ class Average:
                                    "in_place()")
         finally:
             with kept:
-                self.zero.load_state_dict(state | {"shards": weights})
+                put_back(self.zero, weights)

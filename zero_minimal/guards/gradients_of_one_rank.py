@@ -11,11 +11,13 @@ import torch
 from zero_minimal.core import seams
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards.changed_in_forward import ChangedInForward, Frozen, all_alike, edited_by_hand
+from zero_minimal.guards.ownership import refuse_no_module
 from zero_minimal.guards.training_moment import rate_of
 
 
 @seams.at("naive_wrapped")
 def watch(naive) -> None:
+    refuse_no_module(naive.model)
     naive.arrived = {}  # parameter: its .grad as autograd left it
     for param in naive.params:
         param.register_post_accumulate_grad_hook(WeakHook(note_gradient, naive))
@@ -47,13 +49,14 @@ def seen(gradient: torch.Tensor | None) -> tuple | None:
 
 def count_step(naive, *_) -> None:
     naive.steps += 1
+    naive.used = {param: seen(param.grad) for param in naive.params}
     naive.whole.changed = naive.whole.edited = ""
     all_alike(naive.whole.params)
 
 
 @seams.at("naive_averages")
 def refuse_changed(naive) -> None:
-    arrived, naive.arrived = naive.arrived, {}
+    arrived, naive.arrived, naive.used = naive.arrived, {}, {}
     for param, before in arrived.items():
         if seen(param.grad) not in (before, None):  # None: dropped, as if it had not come
             raise RuntimeError(
@@ -81,3 +84,6 @@ def refuse_step(naive, *_) -> None:
         raise RuntimeError("call zero.step(): zero.optimizer.step() alone would update by this "
                            "rank's own gradients. (In place of torch's GradScaler take Stage0 and "
                            "loss_scaler.LossScaler)")
+    if any(seen(param.grad) != before for param, before in naive.used.items()):
+        raise RuntimeError("call zero.zero_grad() after zero.step(): these gradients are new, and "
+                           "were not averaged")

@@ -47,6 +47,11 @@ def refuse_no_module(model) -> None:
     """Raises: TypeError."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a stage takes an nn.Module, and was given a {type(model).__name__}")
+    listed, named = set(model.parameters()), {param for _, param in model.named_parameters()}
+    if listed != named:
+        raise TypeError(f"{type(model).__name__}.parameters() lists {len(listed)} parameters, and "
+                        f"named_parameters() {len(named)}: leave both as nn.Module has them. To "
+                        "train a part, param.requires_grad_(False) for the others, or param_groups")
 
 
 @seams.at("buckets_planned")

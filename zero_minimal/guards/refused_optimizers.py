@@ -197,7 +197,13 @@ def refuse_in_optimizer(stage) -> None:
                            "zero.step()")
 
     optimizer, drop = stage.optimizer, weakref.WeakMethod(stage.zero_grad)
-    optimizer.state = StateOfShards(dict, optimizer.state, stage.model.parameters())
+    params = {id(param) for param in stage.model.parameters()}
+
+    def guard_state(optimizer):
+        optimizer.state = StateOfShards(dict, optimizer.state, params)
+
+    guard_state(optimizer)
+    optimizer.register_load_state_dict_post_hook(guard_state)  # torch puts in another one
     optimizer.register_step_pre_hook(refuse)
     optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
     optimizer.add_param_group = refuse_group
@@ -206,11 +212,12 @@ def refuse_in_optimizer(stage) -> None:
 
 
 class StateOfShards(defaultdict):
-    """optimizer.state, by masters of shards. A parameter of the model as its key is an error."""
+    """optimizer.state, by masters of shards. A parameter of the model as its key is an error.
+    `params`: their id()s."""
 
-    def __init__(self, factory=dict, state=(), params=()):
+    def __init__(self, factory=dict, state=(), params=frozenset()):
         super().__init__(factory, state)
-        self.params = {id(param) for param in params}
+        self.params = params
 
     def _checked(self, key):
         if id(key) in self.params:

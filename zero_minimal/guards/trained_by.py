@@ -27,14 +27,14 @@ class Mark:
         """None if it is gone."""
         return self._stage()
 
-    def __reduce__(self):
-        return Mark, ()
+    def __reduce__(self):  # what a copy has, and what torch.load() takes by default
+        return set, ()
 
 
 def trained_by(param: torch.Tensor):
     """The stage that trains a parameter, or None."""
     mark = vars(param).get("_zero_stage")
-    return mark.stage if isinstance(mark, Mark) else mark
+    return mark.stage if isinstance(mark, Mark) else None
 
 
 def is_released(param: torch.Tensor) -> bool:

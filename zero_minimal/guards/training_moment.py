@@ -30,6 +30,14 @@ def check_groups_are_there(reducer) -> None:
                            "would have no options. To let one rest, set its lr to 0")
 
 
+@seams.at("gradients_asked")
+def note_rates(reducer) -> None:
+    """The update may go by another rate than backward told: then the next backward tells it."""
+    for bucket in reducer.stage.buckets:
+        told = getattr(bucket, "rates", ("", ""))[1]
+        bucket.rates = told and rate_of(reducer.stage, bucket), told
+
+
 @seams.at("followed")
 def count(reducer) -> None:
     reducer.steps = reducer.passes = 0  # step() calls; passes that handed over since
@@ -62,7 +70,10 @@ def date_gather(stage) -> None:
 
 @seams.at("bucket_complete")
 def date_bucket(reducer, bucket) -> None:
-    rate = rate_of(reducer.stage, bucket)
+    # of this backward, and of the update after the last one if it was another
+    rate, stepped, told = rate_of(reducer.stage, bucket), *getattr(bucket, "rates", ("", ""))
+    bucket.rates = rate, rate
+    rate += stepped.replace(" with lr ", " lr_in_the_last_step=") if stepped != told else ""
     loaded = f"{LOADED}{reducer.loads}" if reducer.loads else ""
     bucket.moment = (f"backward {reducer.passes + 1} of step {reducer.steps + 1}"
                      f"{reducer.scaled}{rate}{loaded}{changes_of(reducer, bucket)}")

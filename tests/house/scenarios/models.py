@@ -151,6 +151,19 @@ def parameters_of_two_dtypes(me):
     train(me, Chain(Mixed))
 
 
+class Spectral(Chain):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("fourier", torch.fft.fft(torch.eye(7, dtype=torch.float64)))
+        self.register_buffer("inverse", self.fourier.conj())  # a view, whose numbers are conjugated when they are read
+
+    def forward(self, x):
+        return super().forward(((x + 0j) @ self.fourier @ self.inverse).real / 7)
+
+
+scenario("conjugated buffers")(lambda me: train(me, Spectral()))
+
+
 @scenario()
 def complex_parameters(me):
     class Rotation(nn.Module):

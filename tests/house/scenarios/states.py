@@ -367,6 +367,15 @@ def restarted(optimizer, **options):
     return play
 
 
+@scenario("named parameters saved and read by torch alone", naive=False)
+def _named_parameters(me):
+    zero, file = train(me), io.BytesIO()
+    with zero.gather_parameters():
+        torch.save(dict(zero.model.named_parameters()), file)
+    file.seek(0)
+    me.note(*torch.load(file).values())
+
+
 scenario("saved and restarted, SGD", naive=False)(restarted(SGD, **MOMENTUM))
 scenario("saved and restarted, AdamW", naive=False)(restarted(AdamW, lr=0.01))
 

@@ -165,6 +165,13 @@ for words, ask in {"read": lambda state, param: state[param], "forgotten": lambd
         zero = me.wrap(model, optim.Adam, lr=0.1)
         ask(zero.optimizer.state, next(model.parameters()))
 
+    @scenario(f"an optimizer's state of a parameter, {words} after loading", naive=False, refused=STATE)
+    def _loaded_state(me, ask=ask):
+        model = Chain()
+        zero = me.wrap(model, optim.Adam, lr=0.1)
+        zero.load_state_dict(zero.state_dict())
+        ask(zero.optimizer.state, next(model.parameters()))
+
 
 @scenario("a step hook of all optimizers", naive=False, refused="global step hooks would run once for each bucket")
 def _global_hook(me):
@@ -258,6 +265,36 @@ def _rate_alone(me):
             zero.optimizer.param_groups[0]["lr"] *= 0.5
 
     train(me, after=slow_down)
+
+
+@scenario("a learning rate of one rank's own, in one step", naive=False, refused="the learning rates differ", **APART)
+def _rate_in_a_step(me):
+    def slow_down(zero, step):
+        if me.rank == 0 and step == 1:
+            zero.optimizer.param_groups[0]["lr"] = 0.0
+
+    def as_before(zero, step):
+        zero.optimizer.param_groups[0]["lr"] = 0.1
+
+    train(me, each=slow_down, after=as_before)
+
+
+@scenario("gradients by hand, without zero_grad()", refused=r"zero\.zero_grad\(\)|reduced_gradients")
+def _by_hand_again(me):
+    model, zero = wrapped(me)
+    for step in range(3):
+        for number, param in enumerate(model.parameters()):
+            param.grad = me.x(10 * step + number, *param.shape)
+        zero.step()
+
+
+class Head(Chain):
+    def parameters(self, recurse=True):
+        return iter([*super().parameters(recurse)][-2:])
+
+
+scenario("a model that lists its head's parameters alone", refused="lists 2 parameters, and named_parameters")(
+    lambda me: train(me, Head()))
 
 
 EDITED = "parameters were edited, or loaded, on some ranks only or not alike"
