@@ -92,6 +92,7 @@ def take_back(params: list[nn.Parameter]) -> None:
     for param in params:
         if type(param) is Lent:
             param.__class__ = nn.Parameter
+            vars(param).pop("_zero_used", None)
 
 
 @contextmanager
