@@ -64,11 +64,11 @@ def load_state_dict(stage, state: dict) -> None:
     fill_buffers(stage.model, state["buffers"])
     for name, param in expected["frozen"].items():
         param.copy_(state["frozen"][name])
-    put_back(stage, state["shards"])
+    load_shards(stage, state["shards"])
 
 
 @torch.no_grad()
-def put_back(stage, shards: list[torch.Tensor]) -> None:
+def load_shards(stage, shards: list[torch.Tensor]) -> None:
     """The parameters become those of `shards`, this rank's of each of stage.all_buckets. The stage
     gathers what it holds whole."""
     if hasattr(stage, "evaluation_done"):
@@ -89,12 +89,13 @@ def put_back(stage, shards: list[torch.Tensor]) -> None:
 
 
 Hooks.state_dict, Hooks.load_state_dict = state_dict, load_state_dict
+Hooks.load_shards = load_shards
 
 
 @seams.at("wrapped")
 def give_methods(stage) -> None:
-    """Give both to a stage that has another base class: an assignment's."""
-    for method in (state_dict, load_state_dict):
+    """Give them to a stage that has another base class: an assignment's."""
+    for method in (state_dict, load_state_dict, load_shards):
         if not hasattr(stage, method.__name__):
             setattr(type(stage), method.__name__, method)
 

@@ -28,7 +28,6 @@ from contextlib import contextmanager
 
 import torch
 
-from zero_minimal.checkpoint.sharded_state import put_back
 from zero_minimal.guards.training_moment import steps_taken
 from zero_minimal.guards.used_gradients import accumulated
 
@@ -68,7 +67,7 @@ class Average:
         means = dict(zip(self.zero.buckets, self.shards, strict=True))
         pairs = zip(self.zero.all_buckets, weights, strict=True)
         averaged = [means.get(bucket, shard) for bucket, shard in pairs]  # frozen ones stay
-        put_back(self.zero, averaged)
+        self.zero.load_shards(averaged)
         try:
             yield
             if steps_taken(self.zero) != steps:
@@ -76,4 +75,4 @@ class Average:
                                    "in_place()")
         finally:
             with kept:
-                put_back(self.zero, weights)
+                self.zero.load_shards(weights)

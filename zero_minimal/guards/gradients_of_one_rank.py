@@ -10,7 +10,7 @@ import torch
 
 from zero_minimal.core import seams
 from zero_minimal.core.weak_hooks import WeakHook
-from zero_minimal.guards.changed_in_forward import ChangedInForward, Frozen, all_alike, edited_by_hand
+from zero_minimal.guards import changed_in_forward
 from zero_minimal.guards.ownership import refuse_no_module
 from zero_minimal.guards.training_moment import rate_of
 
@@ -22,9 +22,9 @@ def watch(naive) -> None:
     for param in naive.params:
         param.register_post_accumulate_grad_hook(WeakHook(note_gradient, naive))
     naive.optimizer.register_step_pre_hook(WeakHook(refuse_step, naive))
-    naive.whole, naive.steps = Frozen([*naive.model.parameters()]), 0
+    naive.whole, naive.steps = changed_in_forward.Frozen([*naive.model.parameters()]), 0
     naive.whole.group_index = 0
-    naive.watched = ChangedInForward(naive.model, [naive.whole])
+    naive.watched = changed_in_forward.ChangedInForward(naive.model, [naive.whole])
     count_step(naive)
     naive.optimizer.register_step_post_hook(WeakHook(count_step, naive))
 
@@ -51,7 +51,7 @@ def count_step(naive, *_) -> None:
     naive.steps += 1
     naive.used = {param: seen(param.grad) for param in naive.params}
     naive.whole.changed = naive.whole.edited = ""
-    all_alike(naive.whole.params)
+    changed_in_forward.all_alike(naive.whole.params)
 
 
 @seams.at("naive_averages")
@@ -74,7 +74,7 @@ def say_more(naive) -> None:
     for param in naive.params[:1]:
         if param.grad is None:
             param.grad = torch.zeros_like(param)  # as average() does
-        changed = naive.whole.changed or edited_by_hand(naive.whole)
+        changed = naive.whole.changed or changed_in_forward.edited_by_hand(naive.whole)
         param.grad._zero_of = (f"gradients in backward 1 of step {naive.steps}"
                                f"{rate_of(naive, naive.whole)}{changed}")
 
