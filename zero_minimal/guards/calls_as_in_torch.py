@@ -42,13 +42,16 @@ def refuse_call(stage, *_, **__):
     raise TypeError("call the model, zero.model(x): a stage only follows it")
 
 
-def refuse_groups(stage):
-    """Raises: AttributeError, since a stage is no optimizer: torch's GradScaler asks for groups."""
-    raise AttributeError("a stage is no optimizer: schedulers take zero.optimizer; in the place of "
-                         "torch's GradScaler take loss_scaler.LossScaler")
+class NoGroups:
+    """What a stage has as param_groups, for which torch's GradScaler asks, unless it keeps its own
+    under this name. Raises: AttributeError, since a stage is no optimizer."""
+
+    def __get__(self, stage, kind):
+        raise AttributeError("a stage is no optimizer: schedulers take zero.optimizer; in the "
+                             "place of torch's GradScaler take loss_scaler.LossScaler")
 
 
-Hooks.__call__, Hooks.param_groups = refuse_call, property(refuse_groups)
+Hooks.__call__, Hooks.param_groups = refuse_call, NoGroups()
 
 
 def answering(method: Callable, owner: weakref.ref) -> Callable:

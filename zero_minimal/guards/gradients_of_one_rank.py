@@ -11,13 +11,13 @@ import torch
 from zero_minimal.core import seams
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards import changed_in_forward
-from zero_minimal.guards.ownership import refuse_no_module
+from zero_minimal.guards.ownership import check_module
 from zero_minimal.guards.training_moment import rate_of
 
 
 @seams.at("naive_wrapped")
 def watch(naive) -> None:
-    refuse_no_module(naive.model)
+    check_module(naive.model)
     naive.arrived = {}  # parameter: its .grad as autograd left it
     for param in naive.params:
         param.register_post_accumulate_grad_hook(WeakHook(note_gradient, naive))

@@ -21,7 +21,7 @@ def refuse_taken(model: nn.Module, group, *_) -> None:
     """Raises: TypeError if it is not a module; RuntimeError if there are no ranks, or this rank is
     not in the group; ValueError for a model that has a stage already, or lost its parameters with
     an earlier stage."""
-    refuse_no_module(model)
+    check_module(model)
     if not dist.is_initialized():
         raise RuntimeError("there are no ranks yet: put the program under `with ranks.start():` "
                            "and start it with torchrun, or call it through "
@@ -43,8 +43,8 @@ def refuse_taken(model: nn.Module, group, *_) -> None:
             raise ValueError(f"parameter {name!r} is released: {LEFT_BEHIND}")
 
 
-def refuse_no_module(model) -> None:
-    """Raises: TypeError."""
+def check_module(model) -> None:
+    """Raises: TypeError for what is no module, or lists other parameters than it names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a stage takes an nn.Module, and was given a {type(model).__name__}")
     listed, named = set(model.parameters()), {param for _, param in model.named_parameters()}

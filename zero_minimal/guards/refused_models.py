@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from zero_minimal.core import seams
 from zero_minimal.core.units import gather_anew
 from zero_minimal.core.weak_hooks import WeakHook
-from zero_minimal.guards.ownership import refuse_no_module
+from zero_minimal.guards.ownership import check_module
 from zero_minimal.guards.trained_by import is_released
 
 
@@ -140,7 +140,7 @@ def _refuse_max_norm(model: nn.Module) -> None:
 def refuse_units(model: nn.Module, modules: list | None) -> None:
     """At stage 3. Raises: TypeError if `model` is not a module; ValueError for TorchScript, or a
     unit that is not a part of the model."""
-    refuse_no_module(model)
+    check_module(model)
     refuse_script(model)
     for stranger in set(modules or ()) - set(model.modules()):
         raise ValueError(f"units= holds a {type(stranger).__name__} that is not a part of the "
