@@ -296,6 +296,13 @@ def test_an_untouched_starter_has_no_points(tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("lesson", LESSONS.values(), ids=LESSONS)
+def test_no_untouched_starter_has_points(lesson):
+    code, printed = submissions.grade(lesson.starter)
+    assert code == 1 and re.search(r"^0 of \d+ points", printed, re.MULTILINE), printed
+
+
+@pytest.mark.thorough
 @on_linux
 def test_the_nursery_may_die_between_tests(messages):
     """A kill that shows late is not charged to the next tests."""

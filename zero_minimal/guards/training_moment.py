@@ -33,7 +33,8 @@ def check_groups_are_there(reducer) -> None:
 @seams.at("gradients_asked")
 def note_rates(reducer) -> None:
     """The update may go by another rate than backward told: then the next backward tells it."""
-    for bucket in reducer.stage.buckets:
+    # where nothing was handed over yet, on a rank without a backward, that is told right now
+    for bucket in reducer.stage.buckets if reducer.reduced else ():
         told = getattr(bucket, "rates", ("", ""))[1]
         bucket.rates = told and rate_of(reducer.stage, bucket), told
 

@@ -279,6 +279,19 @@ def _rate_in_a_step(me):
     train(me, each=slow_down, after=as_before)
 
 
+@scenario("a rate that changes, and a step without a backward on one rank", **APART,
+          or_refused="not in the same collective")
+def _rate_without_backward(me):
+    def backward(zero, step):
+        if step != 2 or me.rank:
+            squares(zero.model, me, step).backward()
+
+    def slow_down(zero, step):
+        zero.optimizer.param_groups[0]["lr"] *= 0.5
+
+    train(me, backward=backward, after=slow_down)
+
+
 @scenario("gradients by hand, without zero_grad()", refused=r"zero\.zero_grad\(\)|reduced_gradients")
 def _by_hand_again(me):
     model, zero = wrapped(me)
