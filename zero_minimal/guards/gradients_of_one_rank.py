@@ -7,6 +7,7 @@ step(), sparse gradients; another learning rate, or other parameters, on one of 
 """
 
 import torch
+import torch.distributed as dist
 
 from zero_minimal.core import seams
 from zero_minimal.core.weak_hooks import WeakHook
@@ -71,7 +72,8 @@ def refuse_changed(naive) -> None:
 def say_more(naive) -> None:
     """The first gradient tells the other ranks which step this is, the learning rate, and what else
     has changed the parameters."""
-    for param in naive.params[:1]:
+    alone = dist.get_world_size(naive.group) == 1
+    for param in () if alone else naive.params[:1]:
         if param.grad is None:
             param.grad = torch.zeros_like(param)  # as average() does
         changed = naive.whole.changed or changed_in_forward.edited_by_hand(naive.whole)
