@@ -101,13 +101,13 @@ def _leave_half_of_the_points(items):
         mark = item.get_closest_marker("step")
         if mark and not item.get_closest_marker("thorough"):
             step = steps.setdefault((item.path, mark.args[0]), {})
-            step.setdefault((-mark.kwargs["points"], item.originalname), []).append(item)
+            step.setdefault((item.originalname, mark.kwargs["points"]), []).append(item)
     for step in steps.values():
-        left = -sum(points for points, _ in step) / 2
-        for (points, _), checks in sorted(step.items(), key=lambda entry: entry[0]):
-            for item in checks if left <= 0 else ():
+        left = sum(points for _, points in step) / 2
+        for name, points in sorted(step, key=lambda check: (-check[1], check[0])):
+            for item in step[name, points] if left <= 0 else ():
                 item.add_marker(pytest.mark.thorough)
-            left += points
+            left -= points
 
 
 @pytest.hookimpl(optionalhook=True)

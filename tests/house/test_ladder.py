@@ -50,14 +50,14 @@ class DDP:
 
 
 BIT_FOR_BIT = {
-    "transformer": Recipe(steps=10, options=dict(lr=3e-3)),
-    "transformer, one bucket": Recipe(steps=10, options=dict(lr=3e-3), bucket_bytes=2**30),
-    "gpt": Recipe(make=small_gpt, steps=10, options=dict(lr=3e-3)),
+    "transformer": Recipe(steps=20, options=dict(lr=3e-3)),
+    "transformer, one bucket": Recipe(steps=20, options=dict(lr=3e-3), bucket_bytes=2**30),
+    "gpt": Recipe(make=small_gpt, steps=20, options=dict(lr=3e-3)),
 }
 
 
 @functools.cache
-def ten_steps(world_size, name):
+def twenty_steps(world_size, name):
     results = toys.run(checks.train_all, world_size, {name: BIT_FOR_BIT[name]}, *STAGES, DDP)
     return [rank[name] for rank in results]
 
@@ -70,9 +70,9 @@ by_world_and_recipe = pytest.mark.parametrize("world_size, name", sample(
 
 @by_world_and_recipe
 def test_losses_agree_bit_for_bit(world_size, name):
-    runs = ten_steps(world_size, name)
+    runs = twenty_steps(world_size, name)
     for rank, (first, *others, _) in enumerate(runs):
-        assert len(first.losses) == 10
+        assert len(first.losses) == 20
         for stage, other in enumerate(others, start=1):
             assert other.losses == first.losses, f"stage {stage}, rank {rank}"
             assert toys.identical(other.parameters, first.parameters), f"stage {stage}, rank {rank}"
@@ -82,7 +82,7 @@ def test_losses_agree_bit_for_bit(world_size, name):
 
 @by_world_and_recipe
 def test_losses_agree_with_ddp(world_size, name):
-    for rank in ten_steps(world_size, name):
+    for rank in twenty_steps(world_size, name):
         ours, ddp = rank[0].losses, rank[-1].losses
         assert ours == pytest.approx(ddp, rel=1e-5)
         assert ours[-1] < ours[0], "nothing was learned: the comparison says little"

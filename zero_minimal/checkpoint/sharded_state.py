@@ -58,23 +58,23 @@ def load_state_dict(stage, state: dict) -> None:
     here = [bucket.parameter_shard for bucket in stage.all_buckets]
     _compare("shards", _shapes(state.get("shards", ())), _shapes(here))
     _compare_optimizers(state.get("optimizer", {}), stage.optimizer)
-    for bucket in stage.buckets:
-        wait_until_left(bucket)
-    stage.optimizer.load_state_dict(state["optimizer"])
+    load_shards(stage, state["shards"], state["optimizer"])
     fill_buffers(stage.model, state["buffers"])
     for name, param in expected["frozen"].items():
         param.copy_(state["frozen"][name])
-    load_shards(stage, state["shards"])
 
 
 @torch.no_grad()
-def load_shards(stage, shards: list[torch.Tensor]) -> None:
+def load_shards(stage, shards: list[torch.Tensor], optimizer_state: dict | None = None) -> None:
     """The parameters become those of `shards`, this rank's of each of stage.all_buckets. The stage
-    gathers what it holds whole."""
+    gathers what it holds whole. None: the optimizer keeps the state that it has."""
     if hasattr(stage, "evaluation_done"):
         stage.evaluation_done()  # then stage 3 holds nothing whole
-    for bucket, shard in zip(stage.all_buckets, shards, strict=True):
+    for bucket in stage.buckets:
         wait_until_left(bucket)
+    if optimizer_state is not None:
+        stage.optimizer.load_state_dict(optimizer_state)
+    for bucket, shard in zip(stage.all_buckets, shards, strict=True):
         if bucket.trained:
             bucket.master.copy_(shard)
         bucket.parameter_shard.copy_(shard)

@@ -18,7 +18,7 @@ from zero_minimal.core import seams
 from zero_minimal.core.layout import Bucket
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards.collective_fingerprint import CHANGED, EDITED, REWRITTEN, VALUES
-from zero_minimal.guards.trained_by import trained_by
+from zero_minimal.guards.trained_by import home_of, trained_by
 
 
 class Frozen:
@@ -108,7 +108,8 @@ def look_for_edits(reducer) -> None:
         for bucket in (*reducer.stage.buckets, *reducer.frozen):
             bucket.edited = bucket.edited or edited_by_hand(bucket)
         values = values_of(reducer)
-        if reducer.values not in ("", values):  # by .data, which autograd does not count
+        # by .data, which autograd does not count; after step() it is the update
+        if reducer.values not in ("", values) and not reducer.needs_zero_grad:
             reducer.stage.buckets[0].edited = f"{EDITED} (sum {values.split()[-1]})"
         reducer.values = values
 
@@ -116,17 +117,16 @@ def look_for_edits(reducer) -> None:
 @seams.at("parameter_restored")
 def look_before_release(param: torch.nn.Parameter) -> None:
     """At stage 3 edits count from a unit's turn until its parameters are freed."""
-    stage = trained_by(param)
-    unit, bucket = getattr(stage, "home_of", {}).get(param, (None, None))
+    unit, bucket = home_of(param)
     if unit is None:
         return
-    parts = (bucket, *getattr(stage.reducer, "frozen", ()))
-    in_forward = any(getattr(part, "changed", "") for part in parts)
-    if unit.whole and _edits(param) and not in_forward:
-        # what is not trained is told with the first bucket that is
-        told = bucket if bucket.trained else stage.buckets[0]
-        told.edited_sum = _total(param) + (told.edited_sum if told.edited else 0)
-        told.edited = f"{EDITED} (sum {told.edited_sum!r})"
+    if unit.whole and _edits(param):
+        stage = trained_by(param)
+        if not any(getattr(part, "changed", "") for part in (bucket, *stage.reducer.frozen)):
+            # what is not trained is told with the first bucket that is
+            told = bucket if bucket.trained else stage.buckets[0]
+            told.edited_sum = _total(param) + (told.edited_sum if told.edited else 0)
+            told.edited = f"{EDITED} (sum {told.edited_sum!r})"
     all_alike([param])
 
 

@@ -37,6 +37,11 @@ def trained_by(param: torch.Tensor):
     return mark.stage if isinstance(mark, Mark) else None
 
 
+def home_of(param: torch.Tensor) -> tuple:
+    """At stage 3 (unit, bucket) that hold a parameter; elsewhere (None, None)."""
+    return getattr(trained_by(param), "home_of", {}).get(param, (None, None))
+
+
 def is_released(param: torch.Tensor) -> bool:
     """Whether its values are gone for now."""
     return getattr(param, "_zero_released", False)

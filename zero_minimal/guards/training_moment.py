@@ -32,11 +32,12 @@ def check_groups_are_there(reducer) -> None:
 
 @seams.at("gradients_asked")
 def note_rates(reducer) -> None:
-    """The update may go by another rate than backward told: then the next backward tells it."""
-    # where nothing was handed over yet, on a rank without a backward, that is told right now
-    for bucket in reducer.stage.buckets if reducer.reduced else ():
-        told = getattr(bucket, "rates", ("", ""))[1]
-        bucket.rates = told and rate_of(reducer.stage, bucket), told
+    """The update may go by another rate than backward told: then the next backward tells it. (A
+    rank without a backward tells its rate right now; and after step() none will be used.)"""
+    if reducer.reduced and not reducer.needs_zero_grad:
+        of_group = {bucket.group_index: bucket for bucket in reducer.stage.buckets}
+        reducer.stepped = {index: rate_of(reducer.stage, bucket)
+                           for index, bucket in of_group.items()}
 
 
 @seams.at("followed")
@@ -44,6 +45,8 @@ def count(reducer) -> None:
     reducer.steps = reducer.passes = 0  # step() calls; passes that handed over since
     reducer.loads = 0  # load_state_dict() calls
     reducer.scaled = ""  # in words, how the last step() scaled gradients
+    # by group, in words: the rate that the last backward told, and that of the update after it
+    reducer.told, reducer.stepped = {}, {}
 
 
 @seams.at("gradients_reduced")
@@ -71,10 +74,10 @@ def date_gather(stage) -> None:
 
 @seams.at("bucket_complete")
 def date_bucket(reducer, bucket) -> None:
-    # of this backward, and of the update after the last one if it was another
-    rate, stepped, told = rate_of(reducer.stage, bucket), *getattr(bucket, "rates", ("", ""))
-    bucket.rates = rate, rate
-    rate += stepped.replace(" with lr ", " lr_in_the_last_step=") if stepped != told else ""
+    index, rate = bucket.group_index, rate_of(reducer.stage, bucket)
+    told, reducer.told[index] = reducer.told.get(index), rate
+    if (stepped := reducer.stepped.pop(index, told)) != told:
+        rate += stepped.replace(" with lr ", " lr_in_the_last_step=")
     loaded = f"{LOADED}{reducer.loads}" if reducer.loads else ""
     bucket.moment = (f"backward {reducer.passes + 1} of step {reducer.steps + 1}"
                      f"{reducer.scaled}{rate}{loaded}{changes_of(reducer, bucket)}")

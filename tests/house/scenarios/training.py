@@ -292,6 +292,18 @@ def _rate_without_backward(me):
     train(me, backward=backward, after=slow_down)
 
 
+@scenario("a rate that changes after step(), when one rank reads the gradients once more")
+def _read_after_step(me):
+    model, zero = wrapped(me)
+    for step in range(3):
+        squares(model, me, step).backward()
+        zero.step()
+        zero.optimizer.param_groups[0]["lr"] *= 0.5
+        if me.rank == 0 and me.stage != "plain":
+            zero.reduced_gradients()
+        zero.zero_grad()
+
+
 @scenario("gradients by hand, without zero_grad()", refused=r"zero\.zero_grad\(\)|reduced_gradients")
 def _by_hand_again(me):
     model, zero = wrapped(me)
