@@ -3,8 +3,10 @@ that are no ranks, or no ranks any more.
 """
 
 import contextlib
+import io
 import os
 import re
+import time
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import nn, optim
 
 from zero_minimal.checkpoint import saved_state
 from zero_minimal.core import collectives
+from zero_minimal.guards import watchdog
 from zero_minimal.late_gather import Late1, Late2
 from zero_minimal.processes import failures
 
@@ -225,6 +228,28 @@ def test_nothing_is_saved_while_gradients_wait_for_a_step(stage, tmp_path):
                 save()
         zero.zero_grad()
     zero.state_dict()
+
+
+def waiting_in_turn(stage):
+    """What each rank has said after rank 1 has waited for rank 0, and then rank 0 for rank 1."""
+    watchdog.PATIENCE, said = 0.6, io.StringIO()
+    zero = stage(toys.build(toys.MLP, 0), optim.SGD, lr=0.1)
+    step(zero, 0)
+    with contextlib.redirect_stderr(said):
+        for late, meet in enumerate((dist.barrier, zero.gather_parameters)):
+            if dist.get_rank() == late:
+                time.sleep(1.5)
+            with meet() or contextlib.nullcontext():
+                pass
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_rank_that_waits_long_says_where(stage):
+    first, second = toys.run(waiting_in_turn, 2, toys.STAGES[stage])
+    assert re.match(r"rank 0 has waited 0.6 s for other ranks, in all_gather of .* gather_parameters\(\).*, "
+                    r"at line \d+ of test_disagreeing.py\. All ranks must", first) and first.count("has waited") == 1
+    assert re.match(r"rank 1 has waited .* in torch\.distributed\.barrier\(\), at line", second)
 
 
 def test_who_waits_in_vain_says_where_each_rank_waited(monkeypatch):

@@ -14,7 +14,7 @@ IN_ORDER = (  # the order in which they are called
     "views_from_outside", "refused_optimizers", "calls_as_in_torch", "same_on_all_ranks",
     "reads_of_freed_parameters", "used_gradients", "grad_placeholder", "changed_in_forward",
     "training_moment", "version_counters", "copied_stage", "vocabulary", "collective_fingerprint",
-    "gradients_of_one_rank",
+    "gradients_of_one_rank", "watchdog",
 )
 HAS_COLLECTIVES = find_spec("zero_minimal.core.collectives")  # not in the lesson that builds them
 for name in IN_ORDER if HAS_COLLECTIVES else ():

@@ -1,0 +1,72 @@
+"""Watchdog (c10d has one for NCCL): a rank that waits long for others says where it waits, long
+before the time limit of its process group. Two such lines show where the ranks have parted.
+
+Seams: wrapped, naive_wrapped.
+Mistakes: rank 0 alone calls gather_parameters(), and the others wait in a dist.barrier(); one rank
+skips backward, and its next collective is the user's own.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import _engine_run_backward as run_backward
+from torch.distributed import distributed_c10d as c10d
+
+import zero_minimal
+from zero_minimal.core import seams
+from zero_minimal.core.work import Work
+
+PATIENCE = 30  # seconds in one collective, before the rank says so
+LOOKS = 6  # in that time
+NOT_THE_USERS = tuple(os.path.dirname(module.__file__) for module in (os, torch, zero_minimal))
+
+_started = threading.Lock()  # taken once in a process
+
+
+@seams.at("wrapped", "naive_wrapped")
+def start(stage) -> None:
+    if _started.acquire(blocking=False):
+        threading.Thread(target=watch, args=(threading.get_ident(),), daemon=True).start()
+
+
+def watch(thread: int) -> None:
+    """Look at a thread's stack again and again. Print where it waits if that stays the same."""
+    awaited, looks = weakref.ref(_started), 0
+    while True:
+        time.sleep(PATIENCE / LOOKS)
+        work, place = waits_for(thread)
+        looks = looks + 1 if work is awaited() else 0
+        awaited = weakref.ref(work)
+        del work
+        if looks == LOOKS and place:
+            print(f"rank {dist.get_rank()} has waited {PATIENCE} s for other ranks, in {place}. "
+                  "All ranks must make the same calls: another rank's line says where it waits",
+                  file=sys.stderr, flush=True)
+
+
+def waits_for(thread: int) -> tuple[object, str]:
+    """The work that a thread waits for, ours or torch's, and in words where that is; "" if it waits
+    for none."""
+    frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(thread))]
+    codes = [frame.f_code for frame in frames]
+    work, name = _started, ""
+    if codes and codes[0].co_filename == c10d.__file__ and "work" in frames[0].f_locals:
+        work, name = frames[0].f_locals["work"], f"torch.distributed.{codes[0].co_name}()"
+        if run_backward.__code__ in codes:
+            name += (" inside backward (there other ranks may wait for a bucket of which this rank "
+                     "uses no parameter: wrap the model with bucket_bytes=None)")
+    for frame in frames if not name else ():
+        if frame.f_code is Work.wait.__code__ and frame.f_locals["self"].call:
+            work = frame.f_locals["self"]
+            name = getattr(work.call.note, "words", work.call.name)
+            break
+    for frame, code in zip(frames, codes):
+        if name and not code.co_filename.startswith(NOT_THE_USERS):
+            return work, f"{name}, at line {frame.f_lineno} of {os.path.basename(code.co_filename)}"
+    return work, name
