@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from zero_minimal.classroom.lessons import UNWRITTEN, Lesson
 from zero_minimal.classroom.references import borrowed
+from zero_minimal.guards import watchdog
 from zero_minimal.offloading import host_process
 
 PRINTED = 2**20  # the most bytes that a rank may print or write into one file
@@ -62,6 +63,7 @@ def guarded(function, submission, host=False):
         warnings.simplefilter("ignore")
         gc.freeze()
         torch.set_num_threads(1)
+        watchdog.started.acquire(blocking=False)  # it would be a thread of the submission
         _limit(FILES if host else PRINTED)
         if host_process.lend:
             host_process.lend.submission = submission

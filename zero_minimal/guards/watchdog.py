@@ -26,18 +26,18 @@ PATIENCE = 30  # seconds in one collective, before the rank says so
 LOOKS = 6  # in that time
 NOT_THE_USERS = tuple(os.path.dirname(module.__file__) for module in (os, torch, zero_minimal))
 
-_started = threading.Lock()  # taken once in a process
+started = threading.Lock()  # taken once in a process; also by who needs no watchdog
 
 
 @seams.at("wrapped", "naive_wrapped")
 def start(stage) -> None:
-    if _started.acquire(blocking=False):
+    if started.acquire(blocking=False):
         threading.Thread(target=watch, args=(threading.get_ident(),), daemon=True).start()
 
 
 def watch(thread: int) -> None:
     """Look at a thread's stack again and again. Print where it waits if that stays the same."""
-    awaited, looks = weakref.ref(_started), 0
+    awaited, looks = weakref.ref(started), 0
     while True:
         time.sleep(PATIENCE / LOOKS)
         work, place = waits_for(thread)
@@ -55,7 +55,7 @@ def waits_for(thread: int) -> tuple[object, str]:
     for none."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(thread))]
     codes = [frame.f_code for frame in frames]
-    work, name = _started, ""
+    work, name = started, ""
     if codes and codes[0].co_filename == c10d.__file__ and "work" in frames[0].f_locals:
         work, name = frames[0].f_locals["work"], f"torch.distributed.{codes[0].co_name}()"
         if run_backward.__code__ in codes:
