@@ -70,6 +70,20 @@ class SkipsSpikes(torch.optim.Optimizer):
                     state["norm"] = 0.9 * usual + 0.1 * norm
 
 
+class OwnList(torch.optim.Optimizer):
+    """Its step() goes over a list that it made at the start."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+        self.all = [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.all:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=self.defaults["lr"])
+
+
 @on_two_ranks
 def test_refuses_models(stage):
     _, zero = wrapped(stage)
@@ -91,6 +105,8 @@ def test_refuses_optimizers(stage):
     for kind, options in kinds:
         with pytest.raises(ValueError, match=f"{kind.__name__} is not element-wise.*AdamW, Adam, SGD"):
             stage(nn.Linear(4, 4), kind, **options)
+    with pytest.raises(ValueError, match=r"OwnList .*step\(\) must go over self\.param_groups"):
+        stage(nn.Linear(4, 4), OwnList, lr=0.1)
 
 
 @on_two_ranks

@@ -119,7 +119,7 @@ def _arguments(args: tuple, kwargs: dict):
 def _follow(used: list, results: list[torch.Tensor], before: int) -> None:
     """Report the nodes that an operation has made since number `before`; follow its views, too."""
     # a dict, since a set would have another order on each rank
-    ties = dict.fromkeys(filter(None, (vars(value).get("_zero_used") for value in used)))
+    ties = dict.fromkeys(filter(None, (getattr(value, "_zero_used", None) for value in used)))
     for tensor in results:
         if any(same_storage(tensor, each) for each in used):
             follow_view(tensor, next(iter(ties), None))

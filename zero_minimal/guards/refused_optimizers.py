@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
 from zero_minimal.core.optimizers import update
+from zero_minimal.guards.grad_placeholder import GradPlaceholder
 from zero_minimal.guards.same_on_all_ranks import in_numbers
 
 TRIED_WITH = {"lr": 0.1, "capturable": False}
@@ -32,6 +33,11 @@ class Sample(nn.Parameter):
     def __getattr__(self, name: str):
         vars(self).get("asked", set()).add(name)
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+
+class NotInTurn(GradPlaceholder):
+    why = ("step() must go over self.param_groups, which holds one shard at a time, and not over a "
+           "list of its own")
 
 
 def check_element_wise(
@@ -122,6 +128,8 @@ def _tried(
         on_matrices.step()
         for number, (part, its_gradient) in enumerate(
                 zip(parts, gradient.view(-1).split([32, 16, 16]), strict=True)):
+            for other in parts:
+                other.grad = other.detach().as_subclass(NotInTurn)
             update(on_parts, on_parts.param_groups[min(number, 1)], part, its_gradient.clone())
     ended = [_kept(each) for each in (on_matrices, on_parts)]
     counted = [repr(kept) for kept in ended[0] | ended[1]

@@ -845,14 +845,25 @@ scenario("a teacher that follows in place in forward", naive=False)(
 def compiled(me, backend, count):
     model, zero = wrapped(me, Chain(count=count))
     run = torch.compile(model, backend=backend)
+    go_on_compiled(me, zero, lambda step: run(me.x(step)).square().mean())
+
+
+def go_on_compiled(me, zero, loss):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        go_on(me, zero, range(3), backward=lambda zero, step: run(me.x(step)).square().mean().backward())
+        go_on(me, zero, range(3), backward=lambda zero, step: loss(step).backward())
 
 
 scenario("compiled eagerly", worlds=(2,))(lambda me: compiled(me, "eager", 3))
 scenario("compiled with aot eager", dtype=torch.float32, tolerance=1e-4, worlds=(3,))(
     lambda me: compiled(me, "aot_eager", 2))
+
+
+@scenario(worlds=(2,))
+def a_compiled_loss_that_is_given_a_weight(me):
+    model, zero = wrapped(me, nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)))
+    penalized = torch.compile(lambda y, weight: y.square().mean() + weight.abs().pow(3).sum(), backend="aot_eager")
+    go_on_compiled(me, zero, lambda step: penalized(model(me.x(step)), model[1].weight))
 
 
 @scenario(dtype=torch.float32, tolerance=2e-2)
