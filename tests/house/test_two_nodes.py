@@ -209,7 +209,7 @@ def undisturbed():
                            rank)
 
 
-LOST = re.compile(r"rank \d stops: another rank is gone without a word or never came")
+LOST = re.compile(r"rank \d stops: no rank has said why: one is gone, never came, or")
 
 
 @on_two_nodes

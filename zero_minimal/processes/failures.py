@@ -63,13 +63,22 @@ def end_together(notes: dist.Store, rank: int, error: BaseException) -> NoReturn
     else:
         interrupts.end_if_torchrun_is_gone()
         leave_word(notes, rank, f"waited in {_waited_in(error)}")
-        first = _within(GRACE, lambda: notes.get("first").decode())  # get() waits until it is set
+        first = _within(GRACE, lambda: _first_failure(notes))
         if not first:
             traceback.print_exc()
             reason, where = str(error).strip().splitlines()[0], _who_stands_where(notes) or ""
-            first = f"another rank is gone without a word or never came ({reason}){where}"
+            first = ("no rank has said why: one is gone, never came, or waits elsewhere "
+                     f"({reason}){where}")
         print(f"rank {rank} stops: {first}", file=sys.stderr, flush=True)
     _exit()
+
+
+def _first_failure(notes: dist.Store) -> str:
+    """The words of the rank that failed first, as soon as they are there. notes.get() would wait for
+    them, too, but then nothing else could be asked."""
+    while not notes.check(["first"]):
+        time.sleep(0.05)
+    return notes.get("first").decode()
 
 
 def leave_word(notes: dist.Store, rank: int, words: str) -> None:
