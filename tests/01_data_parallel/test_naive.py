@@ -11,6 +11,8 @@ from thorough import sample
 from torch import nn, optim
 from toys import Recipe
 
+from zero_minimal.checkpoint import saved_state
+from zero_minimal.extensions import averages
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.naive import Naive
 from zero_minimal.stage0 import Stage0
@@ -180,3 +182,25 @@ def refuses_what_nobody_would_average(average):
 @pytest.mark.parametrize("average", (("step",), ("reduced_gradients",), ("clip_grad_norm_", 1.0)))
 def test_refuses_backward_after_averaging(average):
     assert all(toys.run(refuses_what_nobody_would_average, 2, average))
+
+
+def what_only_stages_have(folder):
+    zero = Naive(toys.build(toys.MLP, 0), optim.SGD, lr=0.1)
+    save, load = (lambda zero: saved_state.save(zero, folder)), (lambda zero: saved_state.load(zero, folder))
+    for use in (averages.Average, save, load):
+        with pytest.raises(TypeError, match="take Stage0 in place of Naive"):
+            use(zero)
+    zero.model(*toys.numbers(dist.get_rank(), 0)).backward()
+    zero.step()
+    zero.zero_grad()
+    if dist.get_rank():
+        with torch.no_grad():
+            zero.model.layers[0].weight.add_(1.0)
+    zero.model(*toys.numbers(dist.get_rank(), 0)).backward()
+    with pytest.raises(RuntimeError, match="edited, or loaded, on some ranks only.* Edit alike on all ranks$"):
+        zero.step()
+    return True
+
+
+def test_what_only_stages_have_is_refused(tmp_path):
+    assert all(toys.run(what_only_stages_have, 2, tmp_path))

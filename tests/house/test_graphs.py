@@ -124,6 +124,18 @@ def test_compiled_anew_while_gradients_wait(stage, backend):
     assert found == plain and [pytest.approx(losses) for losses in stage_0] == found
 
 
+def compiled_in_one_graph(stage):
+    with pytest.raises(Exception, match=r"hooks of ZeRO: compile without fullgraph=True"):
+        torch.compile(wrap(stage, Layers).model, backend="eager", fullgraph=True)(numbers(0, 0))
+    return True
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", range(4))
+def test_a_stage_is_compiled_in_several_graphs(stage):
+    assert toys.run(compiled_in_one_graph, 1, stage) == [True]
+
+
 # ----------------------------------------------------------------------------------------------- two models, and others
 
 

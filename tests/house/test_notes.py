@@ -91,7 +91,8 @@ def error_of(function, world_size, *args):
 
 @by_stage_and_world
 def test_an_uneven_number_of_batches(world_size, stage):
-    assert "has finished, and rank 0 waits for it in" in error_of(uneven_batches, world_size, stage)
+    words = error_of(uneven_batches, world_size, stage)
+    assert "has finished, and rank 0 waits for it in" in words and f"(join.{together.__name__} stops" in words
 
 
 # at stages 0 and 1 several backward passes in one step are one pass, reduced several times

@@ -95,9 +95,11 @@ class Holding:
 
 
 def holding_of(zero) -> Holding:
-    """The Holding of a stage, or of a system around one, which makes its own."""
+    """The Holding of a stage, or of a system around one, which makes its own. Raises: TypeError."""
     if hasattr(zero, "holding"):
         return zero.holding()
+    if not hasattr(zero, "buckets"):
+        raise TypeError("a checkpoint is a stage's: take Stage0 in place of Naive, or torch.save()")
     return Holding(zero, group=zero.group, data_rank=zero.rank)
 
 

@@ -16,8 +16,7 @@ def nothing(*_) -> None:
     """What a copied hook does, or one whose stage is gone."""
 
 
-# WeakHook._call as torch.compile leaves it alone: made with the first hook, since that imports the
-# compiler
+# WeakHook._call as torch.compile leaves it alone. Not made before a hook: it imports the compiler
 _outside: list[Callable] = []
 
 
@@ -30,6 +29,7 @@ class WeakHook:
         self.owners = [weakref.ref(owner) for owner in owners]
         if not _outside:
             _outside.append(torch.compiler.disable(WeakHook._call))
+            _outside[0]._torchdynamo_disable_msg = "hooks of ZeRO: compile without fullgraph=True"
 
     def __call__(self, *given):
         return _outside[0](self, *given)

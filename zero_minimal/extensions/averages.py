@@ -41,6 +41,9 @@ class Average:
     """
 
     def __init__(self, zero, decay: float = 0.999):
+        if not hasattr(zero, "buckets"):
+            raise TypeError("averages lie in a stage's shards: take Stage0 in place of Naive, or "
+                            "torch's AveragedModel")
         if any(bucket.away is not None for bucket in zero.buckets):
             raise RuntimeError("the weights to average are on the host: average whole ones, with "
                                "torch's AveragedModel, under zero.gather_parameters()")

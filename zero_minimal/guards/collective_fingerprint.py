@@ -29,6 +29,7 @@ from zero_minimal.guards.bucket_names import in_words
 LENGTH = 256  # bytes of a note
 TAG = 2**30  # of notes; the tags of data are smaller
 FINISHED = "finished"
+NAIVE = "all_reduce of gradients in"  # what naive.py sends first: gradients_of_one_rank.py
 CHECKPOINT = "a checkpoint to "  # save, load, …: saving.meet
 LOADED = ", states loaded: "
 CHANGED = ", changed in forward"
@@ -132,7 +133,7 @@ class Fingerprint:
         here, there = dist.get_rank(self.group), f"rank {other}"
         if words == FINISHED:
             return (f"{there} has finished, and rank {here} waits for it in {self.words}: give all "
-                    "ranks the same number of batches (uneven.together stops them together)")
+                    "ranks the same number of batches (join.together stops them together)")
         both = f"rank {here} is in {self.words}; {there} is in {words}"
         if why := self._of_one_collective(f"rank {here}", there, words, both):
             return why
@@ -143,14 +144,18 @@ class Fingerprint:
         if _but(SIZE, words) == _but(SIZE, self.words):
             return where + ("Give the tensor one shape and dtype on all ranks; what each rank has "
                             "by itself is no buffer: keep it in an attribute")
+        if not re.search("forward|backward|step|gather_parameters", self.words + words):
+            return where + "All ranks must call the same collectives, in the same order"
         own, its = _steps(self.words), _steps(words)
         if None not in (own, its) and own != its:
             where += f"Calls of step() so far: {own} on rank {here}, {its} on {there}. "
         return (f"{where}All ranks must run the same number of forward and "
                 "backward passes (torch.autograd.grad is one, too), with no_sync() around the same "
-                "ones, and the same modules in the same order; call step(), zero_grad(), "
-                "clip_grad_norm_() and gather_parameters() on all of them or on none. At stage 3 "
-                "none may keep a result of another forward with its graph: evaluate under "
+                "ones; call step(), zero_grad(), clip_grad_norm_() and gather_parameters() on all "
+                "of them or on none. At stage 3 they must use the same units in the same order: "
+                "where each uses other experts, name the block around them in units=; run forwards "
+                "whose number differs, as in generation, under `with zero.gather_parameters():`. "
+                "None may keep a result of another forward with its graph there: evaluate under "
                 "torch.no_grad(), and keep loss.detach()"
                 + (". For two models that share a backward pass: make one stage around both, "
                    "nn.ModuleList([one, other])" if " of model " in self.words + words else ""))
@@ -164,18 +169,19 @@ class Fingerprint:
                     f"{both}. Set the same on all ranks: a scheduler that looks at the loss needs "
                     "its mean over the ranks, collectives.all_reduce(loss)")
         edited = "parameters were edited, or loaded, on some ranks only or not alike"
+        edit = ("Edit alike on all ranks" if words.startswith(NAIVE) else
+                "Edit under `with zero.gather_parameters():`, on all ranks, which compares them at "
+                "its end")
         if alike:
             return (f"{edited}, or the ranks of group= hold other models: {here} and {there} "
-                    f"differ in {self.words}. Edit under `with zero.gather_parameters():`, on all "
-                    "ranks")
+                    f"differ in {self.words}. {edit}")
         if REWRITTEN in words + self.words:
             return ("gradients were changed before the last step() on some ranks only, or not "
                     f"alike, so parameters differ now: {both}. Put what only this rank knows, such "
                     "as a count of its tokens, into the loss; or change gradients by numbers that "
                     "all ranks have, collectives.all_reduce(count)")
         if EDITED in words + self.words:
-            return (f"{edited}: {both}. Edit under `with zero.gather_parameters():`, on all ranks, "
-                    "which compares them at its end")
+            return f"{edited}: {both}. {edit}"
         if CHANGED in words + self.words:
             return (f"forward has changed parameters by what a rank has seen: {both}. Let such a "
                     "layer see its first batch before the model is wrapped, or change parameters "

@@ -74,8 +74,8 @@ def end_together(notes: dist.Store, rank: int, error: BaseException) -> NoReturn
 
 
 def _first_failure(notes: dist.Store) -> str:
-    """The words of the rank that failed first, as soon as they are there. notes.get() would wait for
-    them, too, but then nothing else could be asked."""
+    """The words of the rank that failed first, as soon as they are there. notes.get() would wait
+    for them, too, but meanwhile the store would answer nothing else."""
     while not notes.check(["first"]):
         time.sleep(0.05)
     return notes.get("first").decode()
