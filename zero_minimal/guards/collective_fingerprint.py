@@ -142,8 +142,9 @@ class Fingerprint:
                     "in training")
         where = f"the ranks are not in the same collective: {both}. "
         if _but(SIZE, words) == _but(SIZE, self.words):
-            return where + ("Give the tensor one shape and dtype on all ranks; what each rank has "
-                            "by itself is no buffer: keep it in an attribute")
+            buffer = ("; what each rank has by itself is no buffer: keep it in an attribute"
+                      if "broadcast" in words else "")
+            return f"{where}Give the tensor one shape and dtype on all ranks{buffer}"
         if not re.search("forward|backward|step|gather_parameters", self.words + words):
             return where + "All ranks must call the same collectives, in the same order"
         own, its = _steps(self.words), _steps(words)
