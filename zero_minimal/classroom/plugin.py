@@ -63,17 +63,11 @@ class Server:
         self.fork_server = ForkServer(self.places)
         self.judge = 0
 
-    def announce(self, tests: list[dict]) -> None:
-        """Tell the grader which tests can be run."""
+    def serve(self, tests: list[dict]) -> tuple[dict, Connection]:
+        """Tell the grader which tests can be run, and wait for its requests. Returns in a new process for each, with
+        the request ("source", "tests" in this order, "seconds") and the pipe for reports; never returns in this one."""
         self._tell({"tests": tests})
         self.fork_server.wait_until_ready()
-
-    def _tell(self, entries: dict) -> None:
-        self.control.send_bytes(json.dumps(entries).encode())
-
-    def serve(self) -> tuple[dict, Connection]:
-        """Returns in a new process for each request, with the request ("source", "tests" in this order, "seconds") and
-        the pipe for reports; never returns in this one."""
         while True:
             try:
                 request = json.loads(self.control.recv_bytes())
@@ -95,6 +89,9 @@ class Server:
                 self.control.close()
                 return request, Connection(reports)
             os.close(reports)
+
+    def _tell(self, entries: dict) -> None:
+        self.control.send_bytes(json.dumps(entries).encode())
 
     def _end_judge(self) -> int | None:
         """End the current judge; return its exit code. The signal does not change one that has already ended."""
@@ -175,9 +172,9 @@ class Grading:
             return
         path, lesson = Path(self.config.submission.path), self.config.submission.lesson
         server = Server(Connection(self.config.option.serve), lesson, path)
-        server.announce([{"test": item.nodeid, **_worth(item)} for item in session.items])
-        request, self.reports = server.serve()  # from here on, this process has only this request
         items = {item.nodeid: item for item in session.items}
+        tests = [{"test": name, **_worth(item)} for name, item in items.items()]
+        request, self.reports = server.serve(tests)  # from here on, this process has only this request
         session.items[:] = [items[test] for test in request["tests"]]
         self.config.submission = Submission(path, lesson, request["source"])
         supervisor = Supervisor(lesson, path, server.places, server.fork_server)
