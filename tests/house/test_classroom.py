@@ -73,9 +73,8 @@ def messages(tmp_path, monkeypatch):
         for name in ("runner", "secrets", "data_secrets"):
             monkeypatch.setattr(toys, name, getattr(toys, name))  # to be as it was afterwards
         runner.install()
-        return [message for name, test in vars(graded_tests(lesson)).items() if name.startswith("test_")
-                if only in (None, name) for message in (
-                    told_of_drawn(test, submission, step) if lesson.draw else told_by(test, submission, world_size))]
+        return [message for name, test in graded_tests(lesson).items() if only in (None, name) for message in (
+            told_of_drawn(test, submission, step) if lesson.draw else told_by(test, submission, world_size))]
 
     yield run
     torch.set_num_threads(threads)
@@ -84,10 +83,10 @@ def messages(tmp_path, monkeypatch):
 
 @functools.cache
 def graded_tests(lesson):
-    """The module with the lesson's tests."""
+    """{name: test} of the lesson's tests, all of which earn points."""
     module = submissions.module_in(lesson.tests)
     cloudpickle.register_pickle_by_value(module)
-    return module
+    return {name: test for name, test in vars(module).items() if name.startswith("test_")}
 
 
 def told_by(test, submission, world_size):
@@ -120,12 +119,7 @@ def hints_of(test):
 
 def test_each_check_has_a_mistake_to_catch():
     for of, folder in FOLDERS:
-        assert folder is conduct or {wrong.check for wrong in folder.WRONG.values()} == graded_checks(of)
-
-
-def graded_checks(lesson):
-    """Names of the lesson's tests that earn points."""
-    return {name for name in vars(graded_tests(lesson)) if name.startswith("test_")}
+        assert folder is conduct or {wrong.check for wrong in folder.WRONG.values()} == graded_tests(of).keys()
 
 
 @pytest.mark.parametrize("lesson, wrong", WRONG)
@@ -312,11 +306,11 @@ def test_points_are_as_announced():
     """The marks of a lesson's tests add up to the points of its steps."""
     for lesson in LESSONS.values():
         points = dict.fromkeys((step.number for step in lesson.steps), 0)
-        for name, test in vars(graded_tests(lesson)).items():
-            if name.startswith("test_") and lesson.draw:
+        for test in graded_tests(lesson).values():
+            if lesson.draw:
                 for step, worth in hints_of(test).items():
                     points[step] += worth["points"]
-            elif name.startswith("test_"):
+            else:
                 step = next(mark for mark in test.pytestmark if mark.name == "step")
                 points[step.args[0]] += step.kwargs["points"]
         assert points == {step.number: step.points for step in lesson.steps}
