@@ -24,21 +24,26 @@ def sources_of(lesson):
     return {cell["id"]: cell["source"] for cell in cells_of(f"{lesson}.ipynb")}
 
 
-def run_notebook(name, monkeypatch, ranks, *replacing):
-    """Run a notebook's cells here, with another number of ranks; return the names that they leave. Not the timings.
-    replacing: pairs of what stands there, and what is run in its place."""
-    monkeypatch.setenv("ZERO_RANKS", str(ranks))
-    monkeypatch.setenv("ZERO_READING", "1")
+@contextlib.contextmanager
+def notebook_on(ranks, name, *replacing):
+    """Run a notebook's cells here, on another number of ranks, but for the timings: the names that they leave, and the
+    world. replacing: pairs of what stands there, and what is run in its place."""
     names = {}
     assert all(any(old in cell["source"] for cell in cells_of(name)) for old, _ in replacing)
-    for cell in cells_of(name):
-        source = functools.reduce(lambda text, pair: text.replace(*pair), replacing, cell["source"])
-        first, _, rest = source.partition("\n")
-        if "timing" in first + rest or "world[\"runs\"]" in first:
-            continue
-        with pytest.raises(notebook.CellError) if "raises-exception" in cell["tags"] else contextlib.nullcontext():
-            if first.startswith("%%px"):
-                notebook._px_cell(first.removeprefix("%%px"), rest)
-            else:
-                exec(source, names)
-    return names
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZERO_RANKS", str(ranks))
+        patch.setenv("ZERO_READING", "1")
+        for cell in cells_of(name):
+            source = functools.reduce(lambda text, pair: text.replace(*pair), replacing, cell["source"])
+            first, _, rest = source.partition("\n")
+            if "timing" in first + rest or "world[\"runs\"]" in first:
+                continue
+            with pytest.raises(notebook.CellError) if "raises-exception" in cell["tags"] else contextlib.nullcontext():
+                if first.startswith("%%px"):
+                    notebook._px_cell(first.removeprefix("%%px"), rest)
+                else:
+                    exec(source, names)
+        try:
+            yield names, names["world"]
+        finally:
+            names["world"].stop()

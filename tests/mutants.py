@@ -11,6 +11,7 @@ then its name stands in UNTOLD of the lesson's mistakes.py, with the reason.
 
 import argparse
 import ast
+import contextlib
 import copy
 import json
 import sys
@@ -21,9 +22,8 @@ from pathlib import Path
 
 import submissions
 
-from zero_minimal.classroom.grader_client import GraderClient
+from zero_minimal.classroom.grader_client import GraderClient, Reported
 from zero_minimal.classroom.grades import Grades
-from zero_minimal.classroom.judging import Reported
 from zero_minimal.classroom.lessons import Lesson, found
 from zero_minimal.classroom.references import reference
 from zero_minimal.classroom.starters import functions_of
@@ -175,7 +175,7 @@ class Jury:
         by_step = sorted(self.standby.tests, key=lambda test: (
             self.standby.tests[test]["step"] < first, self.standby.tests[test]["step"]))
         self.file.write_text(source)
-        with self.standby.reports(source, by_step, reported, 1.0) as following:
+        with contextlib.closing(self.standby.reports(source, by_step, reported, 1.0)) as following:
             for _ in following:
                 if reported.failed:
                     break

@@ -1,11 +1,7 @@
-"""What tests of lessons' pages share: a lesson's texts, what its notebook measured, and the notebook on other ranks."""
+"""What tests of lessons' pages share: a lesson's texts, and what its notebook measured."""
 
-import contextlib
 import json
 from collections import namedtuple
-
-import pytest
-from cells import run_notebook
 
 from zero_minimal.classroom.lessons import found
 
@@ -19,14 +15,3 @@ def texts_of(name):
     measured = lesson.folder / "measured.json"
     return Texts(lesson, page, teacher, " ".join(page.split()), " ".join(teacher.split()),
                  json.loads(measured.read_text()) if measured.exists() else None)
-
-
-@contextlib.contextmanager
-def notebook_on(ranks, name, *replacing):
-    """The names that a notebook leaves on so many ranks, and its world. replacing: as run_notebook takes it."""
-    with pytest.MonkeyPatch.context() as patch:
-        names = run_notebook(name, patch, ranks, *replacing)
-        try:
-            yield names, names["world"]
-        finally:
-            names["world"].stop()

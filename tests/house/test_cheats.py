@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cheats
 from test_classroom import COLLECTIVES, GRADIENTS, messages, on_linux  # noqa: F401  (messages is a fixture)
 
-from zero_minimal.classroom import accounts, grader_client, judging, results, sandbox
+from zero_minimal.classroom import accounts, grader_client, results, sandbox
 from zero_minimal.classroom import grade as grader
 from zero_minimal.classroom.accounts import descendants, lives
+from zero_minimal.classroom.grader_client import Reported
 from zero_minimal.classroom.grades import Grades
-from zero_minimal.classroom.judging import Reported
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.classroom.submission import syntax_error, text_of
 
@@ -117,7 +117,7 @@ def judged(lesson, file, only, what):
 @on_linux
 @pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
 def test_tests_go_on_when_the_judge_is_gone_or_stands_still(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(judging, "SILENCE", 60.0 if number == signal.SIGKILL else 30.0)
+    monkeypatch.setattr(grader_client, "SILENCE", 60.0 if number == signal.SIGKILL else 30.0)
     file = tmp_path / "mine.py"
     file.write_text(submissions.spliced(COLLECTIVES, {}))
     grades = judged(COLLECTIVES, file, "in_a_group", lambda judge: os.kill(judge, number))

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conduct
 
 from zero_minimal.classroom import grade as grader
-from zero_minimal.classroom import judging, plugin, sandboxed_ranks, supervisor
+from zero_minimal.classroom import grader_client, plugin, sandboxed_ranks, supervisor
 from zero_minimal.classroom.accounts import Busy, Clock
 from zero_minimal.classroom.drawn import as_drawn
 from zero_minimal.classroom.grades import Grades
@@ -72,9 +73,8 @@ def messages(tmp_path, monkeypatch):
         for name in ("runner", "secrets", "data_secrets"):
             monkeypatch.setattr(toys, name, getattr(toys, name))  # to be as it was afterwards
         runner.install()
-        return [message for name, test in vars(graded_tests(lesson)).items() if name.startswith("test_")
-                if only in (None, name) for message in (
-                    told_of_drawn(test, submission, step) if lesson.draw else told_by(test, submission, world_size))]
+        return [message for name, test in graded_tests(lesson).items() if only in (None, name) for message in (
+            told_of_drawn(test, submission, step) if lesson.draw else told_by(test, submission, world_size))]
 
     yield run
     torch.set_num_threads(threads)
@@ -83,10 +83,10 @@ def messages(tmp_path, monkeypatch):
 
 @functools.cache
 def graded_tests(lesson):
-    """The module with the lesson's tests."""
+    """{name: test} of the lesson's tests, all of which earn points."""
     module = submissions.module_in(lesson.tests)
     cloudpickle.register_pickle_by_value(module)
-    return module
+    return {name: test for name, test in vars(module).items() if name.startswith("test_")}
 
 
 def told_by(test, submission, world_size):
@@ -119,12 +119,7 @@ def hints_of(test):
 
 def test_each_check_has_a_mistake_to_catch():
     for of, folder in FOLDERS:
-        assert folder is conduct or {wrong.check for wrong in folder.WRONG.values()} == graded_checks(of)
-
-
-def graded_checks(lesson):
-    """Names of the lesson's tests that earn points."""
-    return {name for name in vars(graded_tests(lesson)) if name.startswith("test_")}
+        assert folder is conduct or {wrong.check for wrong in folder.WRONG.values()} == graded_tests(of).keys()
 
 
 @pytest.mark.parametrize("lesson, wrong", WRONG)
@@ -193,23 +188,18 @@ def test_a_hint_fits_what_the_ranks_do(error, says, does_not_say):
     assert re.search(says, told) and not re.search(does_not_say, told), told
 
 
-def failed_in_a_rank(words):
+@pytest.mark.parametrize("raised, says", [
+    ("it raised IndexError: out of range", "it raised IndexError: out of range\n    To look at: is it padded?"),
+    ("it printed more than 1 MB", "it printed more than 1 MB"),
+    ("it raised RuntimeError: [/pytorch/third_party/gloo/tcp/pair.cc:544] Connection closed by peer",
+     "it raised RuntimeError: Connection closed by peer\n    To look at: who waits for whom?"),
+    ("it raised RuntimeError: [enforce fail at /pytorch/gloo/tcp/pair.cc:450] op.nbytes == 8. 4 vs 8",
+     "it raised RuntimeError: op.nbytes == 8. 4 vs 8\n    To look at: who waits for whom?"),
+])
+def test_hints_for_what_was_raised(raised, says):
     error = RankError(1, "")
-    error.__cause__ = Fault(words)
-    return error
-
-
-def test_hints_for_what_was_raised():
-    assert plugin.in_words(failed_in_a_rank("it raised IndexError: list index out of range"), FILE, HINTS) == (
-        "rank 1: it raised IndexError: list index out of range\n    To look at: is it padded?")
-    assert plugin.in_words(failed_in_a_rank("it printed more than 1 MB"), FILE, HINTS) == (
-        "rank 1: it printed more than 1 MB")
-    gloo = "it raised RuntimeError: [/pytorch/third_party/gloo/tcp/pair.cc:544] Connection closed by peer"
-    assert plugin.in_words(failed_in_a_rank(gloo), FILE, HINTS) == (
-        "rank 1: it raised RuntimeError: Connection closed by peer\n    To look at: who waits for whom?")
-    gloo = "it raised RuntimeError: [enforce fail at /pytorch/gloo/tcp/pair.cc:450] op.nbytes == 8. 4 vs 8"
-    assert plugin.in_words(failed_in_a_rank(gloo), FILE, {}) == (
-        "rank 1: it raised RuntimeError: op.nbytes == 8. 4 vs 8")
+    error.__cause__ = Fault(raised)
+    assert plugin.in_words(error, FILE, HINTS) == f"rank 1: {says}"
 
 
 @pytest.mark.parametrize("is_late, code, words, others", [
@@ -220,23 +210,19 @@ def test_hints_for_what_was_raised():
 ])
 def test_nobody_is_accused_whose_test_was_only_late(is_late, code, words, others):
     """Of a judge that is gone: only a signal that was seen is spoken of."""
-    said = judging._why_it_ended(SimpleNamespace(is_late=is_late, code=code), 7)
+    said = grader_client.Run(None, is_late, code=code).why_it_ended(7)
     assert re.search(words, said) and others not in said
 
 
-def test_a_pipe_says_whether_its_time_was_over():
-    def ends(generator):
-        try:
-            while True:
-                next(generator)
-        except StopIteration as over:
-            return over.value
-
-    reads, writes = os.pipe()
-    assert ends(judging.lines(reads, 0.05)) is True
-    os.close(writes)
-    assert ends(judging.lines(reads, 60)) is False
-    os.close(reads)
+def test_a_run_says_whether_its_time_was_over(monkeypatch):
+    monkeypatch.setattr(grader_client, "SILENCE", 0.05)
+    reads, writes = Pipe(duplex=False)
+    writes.send_bytes(b"a report")
+    silent = grader_client.Run(reads)
+    assert [report for report in silent.reports(0.02) if report] == [b"a report"] and silent.is_late
+    writes.close()
+    ended = grader_client.Run(reads)
+    assert list(ended.reports(60)) == [] and not ended.is_late
 
 
 def test_later_steps_point_to_the_first_that_failed():
@@ -320,11 +306,11 @@ def test_points_are_as_announced():
     """The marks of a lesson's tests add up to the points of its steps."""
     for lesson in LESSONS.values():
         points = dict.fromkeys((step.number for step in lesson.steps), 0)
-        for name, test in vars(graded_tests(lesson)).items():
-            if name.startswith("test_") and lesson.draw:
+        for test in graded_tests(lesson).values():
+            if lesson.draw:
                 for step, worth in hints_of(test).items():
                     points[step] += worth["points"]
-            elif name.startswith("test_"):
+            else:
                 step = next(mark for mark in test.pytestmark if mark.name == "step")
                 points[step.args[0]] += step.kwargs["points"]
         assert points == {step.number: step.points for step in lesson.steps}
@@ -486,11 +472,12 @@ def test_a_machine_that_is_too_busy_takes_no_points(messages, monkeypatch, tmp_p
         runner(time.sleep, 1, 5.0)
     assert "No points are taken" in told[-1]["busy"]
     with pytest.raises(Busy):
-        judging.Reported(COLLECTIVES, Grades(COLLECTIVES), whole=True).take(json.dumps(told[-1]).encode())
-    unread = SimpleNamespace(lines=lambda: iter(()), is_late=True)
+        grader_client.Reported(COLLECTIVES, Grades(COLLECTIVES), whole=True).take(json.dumps(told[-1]).encode())
+    unread = SimpleNamespace(reports=lambda tick: iter(()), is_late=True)
     with pytest.raises(Busy, match="too busy to judge: the tests could not be read"):
-        nothing = judging.Reported(COLLECTIVES, Grades(COLLECTIVES), whole=True)
-        list(judging.reports(SimpleNamespace(begin=lambda *_: nullcontext(unread)), "", nothing, 9))
+        nothing = grader_client.Reported(COLLECTIVES, Grades(COLLECTIVES), whole=False)
+        client = SimpleNamespace(begin=lambda *_: nullcontext(unread))
+        list(grader_client.GraderClient.reports(client, "", [], nothing))
     beats = []
     monkeypatch.setattr(sandboxed_ranks, "START", 0.0)
     ours, theirs = socket.socketpair()

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 import toys
-from house.lesson_pages import notebook_on
+from cells import notebook_on
 
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.core import collectives

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from zero_minimal.classroom.grader_client import Reported
 from zero_minimal.classroom.grades import Grades
-from zero_minimal.classroom.judging import Reported
 from zero_minimal.classroom.lessons import UNWRITTEN, USED_UP, Step
 from zero_minimal.classroom.messages import hint
 from zero_minimal.classroom.plugin import LAMBDA, Functions

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
-from cells import cells_of
-from house.lesson_pages import notebook_on
+from cells import cells_of, notebook_on
 from matplotlib.colors import to_rgb
 from processes import alive, ended
 from thorough import sample

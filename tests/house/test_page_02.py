@@ -3,7 +3,8 @@
 import pytest
 import torch
 import toys
-from house.lesson_pages import notebook_on, texts_of
+from cells import notebook_on
+from house.lesson_pages import texts_of
 
 from zero_minimal.meters.buckets import Written
 from zero_minimal.paper import formulas

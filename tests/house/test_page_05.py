@@ -8,8 +8,8 @@ import pages
 import pytest
 import texts
 import torch
-from cells import cells_of
-from house.lesson_pages import notebook_on, texts_of
+from cells import cells_of, notebook_on
+from house.lesson_pages import texts_of
 
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.meters.layer_errors import label

@@ -7,7 +7,8 @@ import functools
 import pytest
 import torch
 import toys
-from house.lesson_pages import notebook_on, texts_of
+from cells import notebook_on
+from house.lesson_pages import texts_of
 
 from zero_minimal.constant_buffers import ConstantBuffers, all_reduce, fill, loads, unpack
 from zero_minimal.core import collectives

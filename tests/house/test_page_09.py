@@ -4,7 +4,8 @@ import re
 
 import pytest
 import toys
-from house.lesson_pages import notebook_on, texts_of
+from cells import notebook_on
+from house.lesson_pages import texts_of
 
 from zero_minimal.meters.turns_of_buffers import watched_turns
 from zero_minimal.offloading.read_ahead import BUFFERS, ReadAhead

@@ -5,8 +5,7 @@ import re
 
 import pytest
 import texts
-from cells import cells_of
-from house.lesson_pages import notebook_on
+from cells import cells_of, notebook_on
 
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.classroom.references import reference

@@ -105,11 +105,11 @@ class Judge(grader_client.GraderClient):
         return True
 
     @contextlib.contextmanager
-    def begin(self, source, tests, seconds, tick):
+    def begin(self, source, tests, seconds):
         self.ran.append([])
-        yield SimpleNamespace(lines=lambda: self.lines(source.split(), tests))
+        yield SimpleNamespace(reports=lambda tick: self.of_a_run(source.split(), tests))
 
-    def lines(self, right, tests):
+    def of_a_run(self, right, tests):
         for test in tests:
             self.ran[-1].append(test)
             passed = test in right or test[0] in right
@@ -187,8 +187,8 @@ def test_a_file_that_is_no_python_says_so_and_costs_nothing(watch, saved, capsys
     watch.look_at(Saved("def f(:\n", "other"))
     assert "the file is not Python, line 1" in capsys.readouterr().out and len(watch.client.ran) == 1
     assert watch.grades.score == 45
-    lines = watch.client.lines
-    watch.client.lines = lambda *_: [*lines(*_)][:10] + [b'{"busy": "the machine is too busy"}']
+    of_a_run = watch.client.of_a_run
+    watch.client.of_a_run = lambda *_: [*of_a_run(*_)][:10] + [b'{"busy": "the machine is too busy"}']
     said, ran = saved("1 2 3")
     assert said.endswith("the machine is too busy\n") and "step 3   20 of 20" in said
     assert watch.handed == [[1, 2, 3, 4, 5], [3]] and watch.grades.score == 65

@@ -82,17 +82,13 @@ def main(arguments: list[str]) -> int:
 def course(folder: Path) -> list[Entry]:
     """All lessons, in order. Raises: ValueError if a lesson.toml is broken."""
     page, kept = folder / "README.md", record.read()
-    lessons = {name: _with_its_draw(lesson) for name, lesson in found(folder).items()}
+    lessons = {name: as_drawn(lesson, text_of(lesson.starter)) if lesson.starter.exists() else lesson
+               for name, lesson in found(folder).items()}  # with the steps that the learner's file draws, if any
     titles = dict(ROW.findall(page.read_text())) if page.exists() else {}
     folders = {path.name[:2]: path for path in sorted(folder.glob("[0-9][0-9]_*")) if path.is_dir()}
     titles |= {number: path.name[3:].replace("_", " ") for number, path in folders.items()}
     return [Entry(number, titles[number], path := folders.get(number), path and lessons.get(path.name),
                   kept.get(path.name if path else "", record.Lesson())) for number in sorted(titles)]
-
-
-def _with_its_draw(lesson: Lesson) -> Lesson:
-    """The lesson with the steps that the learner's own file draws, if steps are drawn."""
-    return as_drawn(lesson, text_of(lesson.starter)) if lesson.draw and lesson.starter.exists() else lesson
 
 
 # ----------------------------------------------------------------------------------------------------- on the screen

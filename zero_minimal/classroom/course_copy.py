@@ -33,16 +33,11 @@ def stage(lesson: Lesson, submission: Path, folder: Path) -> dict:
     folder.chmod(0o755)  # mkdtemp's folders are closed to other users, and ranks may run as nobody
     places = sys.prefix, sys.base_prefix, *site.getsitepackages(), site.getusersitepackages()
     python = sorted({os.path.realpath(path) for path in places if os.path.exists(path)})
-    readable = [part for path in (*SYSTEM, *python) if os.path.exists(path)
-                for part in sandbox.without(path, answers())]
+    installed = [os.path.join(path, PACKAGE.name) for path in sys.path]
+    answers = [os.path.realpath(path) for path in (HOUSE, *installed) if os.path.isdir(path)]  # they hold the reference
+    readable = [part for path in (*SYSTEM, *python) if os.path.exists(path) for part in sandbox.without(path, answers)]
     return {"house": str(house), "work": str(work), "runs": str(runs), "python": python,
             "readable": [*readable, str(house), str(work)]}
-
-
-def answers() -> list[str]:
-    """Folders that contain the reference: this checkout, and other installations of this package."""
-    installed = [os.path.join(path, PACKAGE.name) for path in sys.path]
-    return sorted({os.path.realpath(path) for path in (HOUSE, *installed) if os.path.isdir(path)})
 
 
 def bring_helpers(submission: Path, work: Path) -> None:

@@ -1,8 +1,8 @@
 """python -m zero_minimal grade FILE: points for an assignment by step, and what to fix in each failed step. With a
 folder instead of FILE, such as lessons or a class's folder: all assignments below it, one after the other.
 
-The tests run in a separate process (judging.py). With --watch that process waits, and a grade begins whenever the file
-is saved (watch.py).
+The tests run in a separate process (grader_client.py). With --watch that process waits, and a grade begins whenever the
+file is saved (watch.py).
 """
 
 import argparse

@@ -120,11 +120,6 @@ class Lesson:
         """The groups of its steps, in order."""
         return tuple(dict.fromkeys(step.group for step in self.steps))
 
-    @property
-    def quiet(self) -> frozenset[str]:
-        """The functions that do nothing until they are written."""
-        return frozenset().union(*(step.quiet for step in self.steps))
-
 
 @functools.cache
 def found(folder: Path = HOUSE / "lessons") -> dict[str, Lesson]:
@@ -141,6 +136,7 @@ def read(file: Path) -> Lesson:
         raise ValueError(f"{where} is not TOML: {error}") from None
     reference, takes_in = table.take("reference", str), table.texts("takes_in")
     called = table.take("called", str, Step.called)
+    lesson_files = {f"{PACKAGE.name}.{file.stem}" for file in PACKAGE.glob("*.py") if not file.stem.startswith("__")}
     for name in takes_in:
         if "." not in name:
             raise ValueError(f"{where}: takes_in must name definitions as \"package.module.name\", not {name!r}")
@@ -149,7 +145,7 @@ def read(file: Path) -> Lesson:
         written=table.texts("written"), patience=table.take("patience", (int, float), Lesson.patience),
         folder=file.parent, title=table.take("title", str), world=table.take("world", str), reference=reference,
         takes_in=takes_in, class_name=table.take("class", str, ""),
-        forbidden=(lesson_files() - set(table.texts("builds_on"))) | {reference, *table.texts("forbidden")},
+        forbidden=frozenset(lesson_files - set(table.texts("builds_on")) | {reference, *table.texts("forbidden")}),
         steps=tuple(_step(Table(entry, f"{where}, step {number}"), number, called)
                     for number, entry in enumerate(table.take("steps", list), 1)),
     )
@@ -158,12 +154,6 @@ def read(file: Path) -> Lesson:
         raise ValueError(f"{where}: draw must be from {len(lesson.groups)}, one of each group, to {len(lesson.steps)}, "
                          f"not {lesson.draw}")
     return lesson
-
-
-def lesson_files() -> frozenset[str]:
-    """The modules zero_minimal/*.py."""
-    names = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
-    return frozenset(f"{PACKAGE.name}.{name}" for name in names)
 
 
 def _step(table: "Table", number: int, called: str) -> Step:

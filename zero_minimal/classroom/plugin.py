@@ -1,23 +1,37 @@
 """The grader's part inside pytest: run a lesson's graded tests against a submission, and report each one as it ends.
 
-It reads the tests, and then waits (grader_server.py). Each grade writes lines of JSON to its own pipe: "begins" names
-the next test, so that the grader knows it if this process is killed; then {"test", "passed", "message"}.
+It reads the tests, and then waits for submissions, with all slow work done:
+
+    grade.py → judge that waits → fork server                 the tests are collected, torch is imported
+                    ↓ forks           ↓ forks             for each grade:
+                  judge     ───────►  ranks                   all that ends with it
+
+So each grade starts from a clean state, and its ranks come from a process that never held an answer. A request is JSON,
+followed by the pipe for reports; one without a source ends the current grade, and is answered by its judge's exit code.
+Each report is JSON: "begins" names the next test, so that the grader knows it if this process is killed; then {"test",
+"passed", "message"}.
 """
 
 import ast
+import contextlib
 import json
 import os
 import re
-import socket
+import shutil
+import signal
+import tempfile
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from zero_minimal.classroom import messages
+from zero_minimal.classroom import messages, sandbox
 from zero_minimal.classroom.accounts import Busy
-from zero_minimal.classroom.grader_server import Server
+from zero_minimal.classroom.course_copy import bring_helpers, stage
 from zero_minimal.classroom.guard import guarded, unwritten
-from zero_minimal.classroom.lessons import UNWRITTEN, USED_UP, found, needs
+from zero_minimal.classroom.lessons import UNWRITTEN, USED_UP, Lesson, found, needs
+from zero_minimal.classroom.sandboxed_ranks import ForkServer
 from zero_minimal.classroom.starters import functions_of
 from zero_minimal.classroom.submission import Submission
 from zero_minimal.classroom.supervisor import Supervisor
@@ -32,12 +46,63 @@ def pytest_addoption(parser):
     group = parser.getgroup("grading")
     group.addoption("--submission", help="the learner's file")
     group.addoption("--lesson", help="its lesson")
-    group.addoption("--serve", type=int, help="a socket for requests (grader_server.py)")
+    group.addoption("--serve", type=int, help="a socket for requests")
 
 
 def pytest_configure(config):
     config.submission = Submission(Path(config.option.submission), found()[config.option.lesson])
     config.pluginmanager.register(Grading(config), "grading")
+
+
+class Server:
+    """The waiting judge: `places` are its ranks' folders."""
+
+    def __init__(self, control: Connection, lesson: Lesson, file: Path):
+        self.control, self.file = control, file
+        self.places = stage(lesson, file, Path(tempfile.mkdtemp(prefix="grading-")))  # in the judge's own folder
+        self.fork_server = ForkServer(self.places)
+        self.judge = 0
+
+    def serve(self, tests: list[dict]) -> tuple[dict, Connection]:
+        """Tell the grader which tests can be run, and wait for its requests. Returns in a new process for each, with
+        the request ("source", "tests" in this order, "seconds") and the pipe for reports; never returns in this one."""
+        self._tell({"tests": tests})
+        self.fork_server.wait_until_ready()
+        while True:
+            try:
+                request = json.loads(self.control.recv_bytes())
+                reports = reduction.recv_handle(self.control) if request else None
+            except (EOFError, OSError):  # the grader is gone
+                request = None
+            code = self._end_judge()
+            if request is None:
+                self.fork_server.close()
+                shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+                os._exit(0)
+            if not request:
+                self._tell({"code": code})
+                continue
+            bring_helpers(self.file, Path(self.places["work"]))
+            self.judge = os.fork()
+            if not self.judge:
+                sandbox.end_with_parent()
+                self.control.close()
+                return request, Connection(reports)
+            os.close(reports)
+
+    def _tell(self, entries: dict) -> None:
+        self.control.send_bytes(json.dumps(entries).encode())
+
+    def _end_judge(self) -> int | None:
+        """End the current judge; return its exit code. The signal does not change one that has already ended."""
+        if not self.judge:
+            return None
+        os.kill(self.judge, signal.SIGKILL)  # its number is not reused until we have waited for it
+        _, status = os.waitpid(self.judge, 0)
+        self.judge = 0
+        with contextlib.suppress(OSError):  # it was ended: each later judge starts another one (supervisor.py)
+            self.fork_server.begin_anew()
+        return os.waitstatus_to_exitcode(status)
 
 
 class Runner:
@@ -106,17 +171,16 @@ class Grading:
         if session.testsfailed:  # the tests could not be read: pytest reports it
             return
         path, lesson = Path(self.config.submission.path), self.config.submission.lesson
-        server = Server(socket.socket(fileno=self.config.option.serve), lesson, path)
-        server.announce([{"test": item.nodeid, **_worth(item)} for item in session.items])
-        request = server.serve()  # from here on, this process has only this request
+        server = Server(Connection(self.config.option.serve), lesson, path)
         items = {item.nodeid: item for item in session.items}
-        session.items[:] = [items[test] for test in request.tests]
-        self.config.submission = Submission(path, lesson, request.source)
-        supervisor = Supervisor(lesson, path, server.places, request.fork_server)
-        self.runner = Runner(self.config.submission, request.seconds, supervisor)
-        self.reports, self.late = os.fdopen(request.reports, "w", buffering=1), Late()
-        self.over = unwritten_steps(self.config.submission)  # {step: the message of all its tests from now on}
+        tests = [{"test": name, **_worth(item)} for name, item in items.items()]
+        request, self.reports = server.serve(tests)  # from here on, this process has only this request
+        session.items[:] = [items[test] for test in request["tests"]]
+        self.config.submission = Submission(path, lesson, request["source"])
+        supervisor = Supervisor(lesson, path, server.places, server.fork_server)
+        self.runner, self.late = Runner(self.config.submission, request["seconds"], supervisor), Late()
         self.functions = Functions(self.config.submission)
+        self.over = self.functions.unwritten_steps()  # {step: the message of all its tests from now on}
         self.runner.tell = self._tell
         self.runner.install()
 
@@ -149,7 +213,7 @@ class Grading:
             os._exit(0)  # Python's exit handlers belong to the server
 
     def _tell(self, **entries):
-        self.reports.write(json.dumps(entries) + "\n")
+        self.reports.send_bytes(json.dumps(entries).encode())
 
 
 class Functions:
@@ -157,6 +221,15 @@ class Functions:
 
     def __init__(self, submission: Submission):
         self.lesson, self.all = submission.lesson, functions_of(ast.parse(submission.source))
+
+    def unwritten_steps(self) -> dict[int, str]:
+        """{step: message} for steps whose functions are all unchanged from the starter."""
+        found = {}
+        for step in self.lesson.steps:
+            holes = [self.all[name] for name in step.tasks if name in self.all and _is_hole(self.all[name])]
+            if len(holes) == len(step.tasks):
+                found[step.number] = unwritten(holes[0].name, step.label, holes[0].body[-1].lineno)
+        return found
 
     def judge(self, message: str, step: int) -> str:
         """The message of one of the step's checks, corrected: for a function that is written but raises
@@ -189,17 +262,6 @@ class Late:
         self.errors.append(error)
         self.times[lines] = self.times.get(lines, 0) + 1
         return self.times[lines] > 1
-
-
-def unwritten_steps(submission: Submission) -> dict[int, str]:
-    """{step: message} for steps whose functions are all unchanged from the starter."""
-    found = {}
-    functions = functions_of(ast.parse(submission.source))
-    for step in submission.lesson.steps:
-        holes = [functions[name] for name in step.tasks if name in functions and _is_hole(functions[name])]
-        if len(holes) == len(step.tasks):
-            found[step.number] = unwritten(holes[0].name, step.label, holes[0].body[-1].lineno)
-    return found
 
 
 def _is_hole(function) -> bool:

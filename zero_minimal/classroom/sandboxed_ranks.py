@@ -43,11 +43,13 @@ class Account:
 
 @dataclass(eq=False)
 class Process:
-    """A process that runs a submission."""
+    """A process that runs a submission: a rank's host, or a rank."""
 
     fork_server: "ForkServer"
     process: int | None  # None once it is known to have ended
     stacks: int  # a pipe with its stack
+    held_before: int | None = None  # bytes of its own memory before the submission ran
+    most: int = 0  # the most bytes of it since
 
     def signal(self, number: int) -> None:
         if self.process:  # 0 would be our own process group
@@ -58,6 +60,9 @@ class Process:
         """Wait for its end; return its exit code."""
         code, self.process = self.fork_server.ended(self.process) if self.process else None, None
         return code
+
+    def look(self) -> None:
+        self.most = max(self.most, held_by(self.process) or 0)
 
     def stack(self) -> str:
         """The stack that it has written, on request or when it crashed."""
@@ -72,27 +77,15 @@ class Process:
             self.ended()
 
 
-@dataclass(eq=False)
-class HostHandle(Process):
-    """A rank's host."""
-
-    held_before: int | None = None
-    most: int = 0
-
-    def look(self) -> None:
-        self.most = max(self.most, (held_by(self.process) or 0) - (self.held_before or 0))
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class RankHandle(Process):
     """The judge's handle of a rank."""
 
     line: Connection
-    folder: str = ""  # for this run
-    hosts: list[HostHandle] = field(default_factory=list)
+    folder: str  # for this run
+    hosts: list[Process] = field(default_factory=list)
     sent_before: int | None = None
-    held_before: int | None = None
-    most: int = 0
+    has_begun: bool = False
     has_data: bool = False
 
     def close(self) -> None:
@@ -119,6 +112,7 @@ class RankHandle(Process):
                     os.close(descriptor)
 
     def begin(self, work: bytes) -> None:
+        self.has_begun = True
         self.sent_before, self.held_before = sent_by(self.process), held_by(self.process)
         self.send(work)
 
@@ -137,7 +131,7 @@ class RankHandle(Process):
         return [process.process for process in (self, *self.hosts) if process.process]
 
     def look(self) -> None:
-        self.most = max(self.most, held_by(self.process) or 0)
+        super().look()
         for host in self.hosts:
             host.look()
 
@@ -147,7 +141,8 @@ class RankHandle(Process):
         sent = None if self.sent_before is None or after is None else after - self.sent_before - HEAD - len(answer)
         if self.held_before is None:
             return Account(sent, None)
-        return Account(sent, self.most - self.held_before, sum(host.most for host in self.hosts))
+        of_hosts = sum(max(0, host.most - (host.held_before or 0)) for host in self.hosts)
+        return Account(sent, self.most - self.held_before, of_hosts)
 
 
 class ForkServer:
@@ -192,12 +187,12 @@ class ForkServer:
     def fork(self, setup: dict) -> RankHandle:
         ours, theirs = Pipe()
         with theirs:
-            return RankHandle(self, *self._start({"start": setup}, theirs.fileno()), ours)
+            return RankHandle(self, *self._start({"start": setup}, theirs.fileno()), line=ours, folder=setup["folder"])
 
-    def fork_host(self, setup: dict, *descriptors: int) -> HostHandle:
+    def fork_host(self, setup: dict, *descriptors: int) -> Process:
         """descriptors: its line, the end of a pipe that closes when it ends, the memory of its bus."""
         process, stacks = self._start({"host": setup}, *descriptors)
-        return HostHandle(self, process, stacks, held_by(process))
+        return Process(self, process, stacks, held_by(process))
 
     def _start(self, request: dict, line: int, *others: int) -> tuple[int, int]:
         """A process, and the pipe into which it writes its stack."""

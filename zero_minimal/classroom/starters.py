@@ -7,7 +7,7 @@ is replaced by what must hold when the function returns, and an error that names
 import ast
 import textwrap
 
-from zero_minimal.classroom.lessons import Lesson, found
+from zero_minimal.classroom.lessons import Lesson, Step, found
 from zero_minimal.classroom.references import WIDTH, reference
 from zero_minimal.workload.settings import Parser
 
@@ -15,15 +15,14 @@ from zero_minimal.workload.settings import Parser
 def starter(lesson: Lesson, source: str) -> str:
     """The text of assignment.py. Raises: ValueError if the reference lacks one of the lesson's functions."""
     lines, functions = source.splitlines(), functions_of(ast.parse(source))
-    labels = {step.number: step.label for step in lesson.steps}
-    missing = [name for name in lesson.tasks if name not in functions]
+    steps = {name: step for step in lesson.steps for name in step.tasks}
+    missing = [name for name in steps if name not in functions]
     if missing:
         raise ValueError(f"{lesson.name}: the reference has no function {', '.join(missing)}")
     # from the last to the first, so that the line numbers of the others stay right
-    for name in sorted(lesson.tasks, key=lambda name: -functions[name].lineno):
+    for name in sorted(steps, key=lambda name: -functions[name].lineno):
         first, last, indent = _body(functions[name], lines)
-        number, task = lesson.tasks[name]
-        lines[first - 1 : last] = _instead(name, labels[number], task, indent, name in lesson.quiet)
+        lines[first - 1 : last] = _instead(name, steps[name], indent)
     return "\n".join(lines) + "\n"
 
 
@@ -53,12 +52,12 @@ def _body(function: ast.FunctionDef, lines: list[str]) -> tuple[int, int, int]:
     return head + 1, body[-1].end_lineno, function.col_offset + 4
 
 
-def _instead(name: str, label: str, task: str, indent: int, quiet: bool) -> list[str]:
+def _instead(name: str, step: Step, indent: int) -> list[str]:
     margin, own = " " * indent, name.split(".")[-1]
-    comment = [line for part in f"{label}: {task}".splitlines() for line in textwrap.wrap(
+    comment = [line for part in f"{step.label}: {step.tasks[name]}".splitlines() for line in textwrap.wrap(
         part, WIDTH, initial_indent=margin + "# ", subsequent_indent=margin + ("#   " if part[:2] == "- " else "# "))]
-    hole = f"...  # until {label} nothing happens here"
-    return [*comment, margin + (hole if quiet else f'raise NotImplementedError("{label}: {own}")')]
+    hole = f"...  # until {step.label} nothing happens here"
+    return [*comment, margin + (hole if name in step.quiet else f'raise NotImplementedError("{step.label}: {own}")')]
 
 
 def main(arguments: list[str]) -> None:

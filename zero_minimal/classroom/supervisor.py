@@ -22,7 +22,7 @@ from zero_minimal.classroom.fork_server import DATA, HERE
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import Lesson
 from zero_minimal.classroom.messages import DIED_AT
-from zero_minimal.classroom.sandboxed_ranks import START, ForkServer, HostHandle, RankHandle
+from zero_minimal.classroom.sandboxed_ranks import START, ForkServer, Process, RankHandle
 from zero_minimal.processes.failures import GRACE, Failure, raise_first
 
 LOOK = 0.01  # seconds between two readings of the ranks' memory
@@ -33,7 +33,7 @@ SLOWEST = 10  # wall-clock time, as a multiple of a run's limit, at which the ma
 class Supervisor:
     """Runs functions on ranks that have a submission. Close it: it has processes and a folder.
 
-    places, fork_server: the result of `stage`, and a fork server there, if they are ready (grader_server.py); by
+    places, fork_server: the result of `stage`, and a fork server there, if they are ready (plugin.py); by
         default it makes its own.
     """
 
@@ -64,7 +64,6 @@ class Supervisor:
                 handles.append(fork_server.fork(dict(
                     rank=rank, world_size=world_size, timeout=SLOWEST * timeout + START, folder=folder,
                     secret=self.secrets[rank])))
-                handles[-1].folder = folder
             return self._gather(handles, work, clock, timeout, counted)
         finally:
             clock.look()
@@ -99,8 +98,7 @@ class Supervisor:
 
     def _gather(self, handles: list[RankHandle], work: bytes, clock: Clock, timeout: float, counted: bool) -> list:
         """One answer from each rank, or the failure that came first."""
-        until, begun = timeout, set()
-        answers, failures = {}, {}
+        until, answers, failures = timeout, {}, {}
         while len(answers) + len(failures) < len(handles):
             pending = {handle.line: rank for rank, handle in enumerate(handles) if rank not in answers | failures}
             if time.monotonic() > clock.looked + TICK:
@@ -117,7 +115,7 @@ class Supervisor:
             for handle in handles if counted else ():
                 handle.look()
             for rank in map(pending.get, ready):
-                self._hear(rank, handles, work, begun, answers, failures)
+                self._hear(rank, handles[rank], work, answers, failures)
                 if failures:
                     until = min(until, clock.spent + GRACE)
         if failures:
@@ -127,10 +125,7 @@ class Supervisor:
             handle.send(b"!")  # all are done
         return [_decoded(rank, answers[rank]) for rank in range(len(handles))]
 
-    def _hear(
-        self, rank: int, handles: list[RankHandle], work: bytes, begun: set, answers: dict, failures: dict
-    ) -> None:
-        handle = handles[rank]
+    def _hear(self, rank: int, handle: RankHandle, work: bytes, answers: dict, failures: dict) -> None:
         try:
             message = handle.line.recv_bytes(results.MOST)  # half a message: ended with this judge
         except (EOFError, OSError):  # it died without a message
@@ -142,8 +137,7 @@ class Supervisor:
             stack = handle.stack()
             failures[rank] = replace(death, words=f"{death.words}{DIED_AT}{stack}") if stack else death
             return
-        if message == HERE and rank not in begun:
-            begun.add(rank)
+        if message == HERE and not handle.has_begun:
             handle.begin(work)
         elif message == DATA:
             handle.give_data(self.data_secrets[rank])
@@ -156,7 +150,7 @@ class Supervisor:
             answers[rank] = message
 
 
-def _failure(message: bytes, of_rank: list[HostHandle]) -> Failure:
+def _failure(message: bytes, of_rank: list[Process]) -> Failure:
     try:
         told = json.loads(message.partition(b"\n")[2])
         words, kind = str(told["words"])[:10_000], str(told["kind"])
@@ -197,7 +191,7 @@ def _where_they_stand(handles: list[RankHandle], late: list[int], timeout: float
     return "\n".join(lines)
 
 
-def _how_it_ended(host: HostHandle) -> str:
+def _how_it_ended(host: Process) -> str:
     """How a host was killed or crashed."""
     if lives(host.process):
         return ""

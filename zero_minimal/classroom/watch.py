@@ -4,6 +4,7 @@ After a save, the steps that are not right run in order, and in each the tests t
 failure is reported at once. Once all are right, steps that were right in an earlier text run again, before full marks.
 """
 
+import contextlib
 import itertools
 import re
 import signal
@@ -13,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zero_minimal.classroom.accounts import Busy
-from zero_minimal.classroom.grader_client import GraderClient
+from zero_minimal.classroom.grader_client import GraderClient, Reported
 from zero_minimal.classroom.grades import INDENT, Grades, head, numbered, tell
-from zero_minimal.classroom.judging import Reported
 from zero_minimal.classroom.lessons import Lesson, Step
 from zero_minimal.classroom.saved import POLL, Place, Saved
 from zero_minimal.processes import interrupts
@@ -92,7 +92,7 @@ class Watch:
             key=lambda test: order.get(test, len(order)))]
         reported = Reported(self.grades.lesson, self.grades, whole=False)
         try:
-            with self.client.reports(saved.text, tests, reported, POLL) as reports:
+            with contextlib.closing(self.client.reports(saved.text, tests, reported, POLL)) as reports:
                 for _ in reports:
                     while left and (reported.ended or left[0].number < reported.step):
                         step = left.pop(0)

@@ -62,11 +62,10 @@ def show_value(value, shell) -> None:
 
 def show_figures() -> None:
     """Display the figures that pyplot still has open, as a notebook does at the end of a cell, and close them."""
-    pyplot = sys.modules.get("matplotlib.pyplot")
-    if pyplot is not None and pyplot.get_fignums():
-        for number in pyplot.get_fignums():
-            display(pyplot.figure(number))
-        pyplot.close("all")
+    if "matplotlib.pyplot" in sys.modules:
+        from matplotlib_inline import backend_inline
+
+        backend_inline.show(close=True)
 
 
 class _Pages(io.TextIOBase):

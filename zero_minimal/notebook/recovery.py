@@ -13,6 +13,7 @@ one rank has ended more collectives than another.
 """
 
 import gc
+import traceback
 from types import FrameType, TracebackType
 
 import torch.distributed as dist
@@ -42,10 +43,7 @@ def exchanged() -> tuple[int, int]:
 
 def in_a_stage(trace: TracebackType | None) -> bool:
     """Whether an error comes from a stage at work, and not from its constructor."""
-    frames = []
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
     return any(map(_works, frames)) and not any(map(_makes, frames))
 
 

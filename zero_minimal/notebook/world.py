@@ -41,6 +41,7 @@ from zero_minimal.notebook import guardian, printed
 from zero_minimal.notebook import rank as notebook_rank
 from zero_minimal.notebook.ask import begin
 from zero_minimal.notebook.cell import PATIENCE, Cell, CellError
+from zero_minimal.paper.quantities import plural
 from zero_minimal.processes import ranks
 
 START_SECONDS = 60  # the maximum for a start
@@ -91,10 +92,8 @@ class World:
         self._start()
 
     def __str__(self):
-        return f"{self._words()} on {self.device_type}, {self.backend}: cells that begin with %%px run on each"
-
-    def _words(self) -> str:
-        return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        ranks_here = plural(self.world_size, "rank")
+        return f"{ranks_here} on {self.device_type}, {self.backend}: cells that begin with %%px run on each"
 
     def __getitem__(self, expression: str) -> list:
         """Raises: CellError if a rank cannot evaluate it, or the ranks wait for each other."""
@@ -130,7 +129,7 @@ class World:
                 told = [line for line in dict.fromkeys(lines) if "[IP" not in line]  # not ipyparallel's own
                 self.stop()
                 reason = "\n".join(told) or "no answer in time"
-                raise RuntimeError(f"{self._words()} could not be started:\n{reason}")
+                raise RuntimeError(f"{plural(self.world_size, 'rank')} could not be started:\n{reason}")
             if client is None and file.exists():
                 with contextlib.suppress(ValueError):  # half-written file
                     client = ipyparallel.Client(str(file))
