@@ -24,7 +24,8 @@ from zero_minimal.core.work import Work
 
 PATIENCE = 30  # seconds in one collective, before the rank says so
 LOOKS = 6  # in that time
-NOT_THE_USERS = tuple(os.path.dirname(module.__file__) for module in (os, torch, zero_minimal))
+NOT_THE_USERS = (
+    "<frozen", *(os.path.dirname(module.__file__) for module in (os, torch, zero_minimal)))
 
 started = threading.Lock()  # taken once in a process; also by who needs no watchdog
 
@@ -53,7 +54,8 @@ def watch(thread: int) -> None:
 def waits_for(thread: int) -> tuple[object, str]:
     """The work that a thread waits for, ours or torch's, and in words where that is; "" if it waits
     for none."""
-    frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(thread))]
+    stack = list(traceback.walk_stack(sys._current_frames().get(thread)))  # the innermost first
+    frames = [frame for frame, _ in stack]
     codes = [frame.f_code for frame in frames]
     work, name = started, ""
     if codes and codes[0].co_filename == c10d.__file__ and "work" in frames[0].f_locals:
@@ -66,7 +68,11 @@ def waits_for(thread: int) -> tuple[object, str]:
             work = frame.f_locals["self"]
             name = getattr(work.call.note, "words", work.call.name)
             break
-    for frame, code in zip(frames, codes):
-        if name and not code.co_filename.startswith(NOT_THE_USERS):
-            return work, f"{name}, at line {frame.f_lineno} of {os.path.basename(code.co_filename)}"
-    return work, name
+    line = users_line(traceback.StackSummary.extract(reversed(stack), lookup_lines=False))
+    return work, ", at ".join(filter(None, [name, name and line]))
+
+
+def users_line(stack: traceback.StackSummary) -> str:
+    """The innermost line of the user's own code, "line 14 of train.py"; "" if there is none."""
+    own = [frame for frame in stack if not frame.filename.startswith(NOT_THE_USERS)]
+    return f"line {own[-1].lineno} of {os.path.basename(own[-1].filename)}" if own else ""

@@ -23,6 +23,7 @@ from typing import NoReturn
 import cloudpickle
 import torch.distributed as dist
 
+from zero_minimal.guards import watchdog
 from zero_minimal.processes import interrupts
 
 GRACE = 2.0  # seconds in which the other ranks may still tell their side of a failure
@@ -88,11 +89,7 @@ def leave_word(notes: dist.Store, rank: int, words: str) -> None:
 
 def _waited_in(error: BaseException) -> str:
     """The collective in which this rank waited, and the last line of the user's code."""
-    package, theirs = os.path.dirname(os.path.dirname(__file__)), ("site-packages", "<")
-    own = [frame for frame in traceback.extract_tb(error.__traceback__)
-           if not frame.filename.startswith(package)
-           and not any(name in frame.filename for name in theirs)]
-    line = f"{os.path.basename(own[-1].filename)}, line {own[-1].lineno}" if own else ""
+    line = watchdog.users_line(traceback.extract_tb(error.__traceback__))
     notes = getattr(error, "__notes__", ())[:1]
     return ", at ".join(filter(None, [*notes, line])) or "a collective"
 
