@@ -348,6 +348,14 @@ WRONG = {
         zero_grad(scale="")),
 }
 WRONG |= {  # what strangers handed in, and had full marks
+    "one bucket at a time": Wrong(
+        3, "test_later_passes_go_in_the_order_of_completion", r"_hand_over_complete handed over 1: all that can go",
+        hand_over_complete("for bucket, missing in list(self.waits_for.items())[:1]:\n    if not missing:\n"
+                           "        self.hand_over(bucket)")),
+    "a missing gradient is written in all its buckets": Wrong(
+        2, "test_a_missing_gradient_is_zero", r"(?s)lies in several buckets. When one of these goes",
+        bucket_complete(missing="for param in bucket.params:\n    if param.grad is None:\n"
+                                "        bucket.flat.view(bucket.flat.gradients, param).zero_()")),
     "a list that grows by numbers alone": Wrong(
         5, "test_nothing_stays_of_a_step", r"entries of lists and dicts after the second step, and \d+ after",
         edited("01_data_parallel", "Stage0.bucket_complete", ("self._wait()", "self._wait()\n"

@@ -409,6 +409,15 @@ def awkward(stage_class):
     return watched(stage_class, checks.Awkward, checks.awkward_batch, 100)[0]
 
 
+def skipping(stage_class):
+    return watched(stage_class, checks.Chain, skipping_batch, 100)[0]
+
+
+def skipping_batch(rank, step):
+    """Rank 0 alone uses a block whose weight lies in several buckets."""
+    return *toys.numbers(rank, step), 1 if rank else None
+
+
 @pytest.mark.step(2, points=3, stuck=ALL_TAKE_PART, left=ALL_TAKE_PART, raised=NONE_THERE)
 @worlds
 def test_a_missing_gradient_is_zero(stage_class, world_size):
@@ -416,6 +425,10 @@ def test_a_missing_gradient_is_zero(stage_class, world_size):
     assert_mean(list(range(world_size)), found, checks.Awkward, checks.awkward_batch,
                 hint=". Here one parameter got its gradient on rank 0 alone, which counts as zero on the others, and "
                      "one on no rank")
+    found = [found for found, *_ in toys.run(skipping, world_size, stage_class)]
+    assert_mean(list(range(world_size)), found, checks.Chain, skipping_batch,
+                hint=". Here rank 0 alone got a gradient of a weight that lies in several buckets. When one of these "
+                     "goes, what others have of it must stay")
 
 
 def again_without_some(stage_class):
@@ -569,8 +582,22 @@ def belated(stage_class):
     return watched(stage_class, Belated, wide_numbers, LAYER, (0, 1))[-1]
 
 
+def two_that_can_go(stage_class):
+    """How many buckets _hand_over_complete hands over if of all that are left only the third in order is incomplete."""
+    if not hasattr(getattr(stage_class, "Reducer", None), "_hand_over_complete"):
+        return None
+    reducer = stage_class(toys.build(wide, 0), optim.SGD, lr=0.1, bucket_bytes=LAYER).reducer
+    reducer.waits_for = {bucket: set(bucket.params[: number == 2]) for number, bucket in enumerate(reducer.buckets)}
+    reducer.hand_over, before = reducer.waits_for.pop, len(reducer.waits_for)
+    reducer._hand_over_complete()
+    return before - len(reducer.waits_for)
+
+
 @pytest.mark.step(3, points=1, stuck=OTHER_ORDER, left=OTHER_ORDER)
 def test_later_passes_go_in_the_order_of_completion(stage_class):
+    [went] = toys.run(two_that_can_go, 1, stage_class)
+    assert went in (None, 2), (f"the first two buckets of the order were complete, the third was not, and "
+                               f"_hand_over_complete handed over {went}: all that can go must go, and no other")
     results = once(belated, 2, stage_class)
     if None in results:
         return

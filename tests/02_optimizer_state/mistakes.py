@@ -484,6 +484,16 @@ WRONG |= {  # the same, where the kernel counts
         3, "test_the_kernel_counts_a_step", r"rank \d holds up to \d+.\d MB, as the kernel counts", IN_DISGUISE),
 }
 WRONG |= {  # what strangers handed in, and had full marks
+    "a multiple is rounded up, too": Wrong(
+        1, "test_each_rank_optimizes_its_part", r"padded_size\(32, 2\) is 64: the smallest .* is 32",
+        padded_size("return (elements // (16 * world_size) + 1) * 16 * world_size"), 2),
+    "a scale of 0 is none": Wrong(
+        5, "test_clips_by_the_global_norm", r"with a gradient_scale of 0 the norm is 0, and rank 0 returned",
+        global_norm(end="return norm * (gradient_scale or 1.0)")),
+    "zeros are written when the bucket has left": Wrong(
+        2, "test_a_missing_gradient_is_zero", r"whatever their memory held before",
+        edited("02_optimizer_state", "Stage1.bucket_complete", (
+            "    bucket.zero_missing()\n", ""), ("    self.reducing", "    bucket.zero_missing()\n    self.reducing"))),
     "one tensor for all norms": Wrong(
         5, "test_trains_with_clipping", r"and the tensor that it returned holds .* after later calls",
         edited("02_optimizer_state", "Stage1.clip_grad_norm_", ("return norm",

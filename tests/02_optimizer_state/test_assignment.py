@@ -126,9 +126,20 @@ def given_to_the_optimizer(stage_class):
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_each_rank_optimizes_its_part(stage_class, world_size):
     ranks = [found for found, _ in once(given_to_the_optimizer, world_size, stage_class)]
+    for (elements, count), size in toys.run(padded_sizes, 1, stage_class)[0].items():
+        most = -(-elements // (16 * count)) * 16 * count
+        assert size is None or elements <= size <= most, (
+            f"padded_size({elements}, {count}) is {size}: the smallest multiple of 16·{count} that is not below "
+            f"{elements} is {most}")
     for case, make in enumerate((model, Lopsided), 1):
         parts = [torch.cat([elements for _, elements in found[case]]).double() for found in ranks]
         assert_parts(parts, toys.build(make, 0), list(toys.build(make, 0).parameters()))
+
+
+def padded_sizes(stage_class):
+    """What padded_size(elements, N) returns where the next multiple of 16 N is near; {} if the file has none."""
+    of = getattr(stage_class, "padded_size", lambda *_: None)
+    return {(elements, count): of(elements, count) for elements, count in ((32, 2), (33, 2), (95, 3), (96, 3), (1, 1))}
 
 
 def assert_parts(parts, example, params, where="the model"):
@@ -240,7 +251,8 @@ def missing_later(stage_class):
     zero, rank = build(stage_class, checks.Awkward, bucket_bytes=100), dist.get_rank()
     zero.model(*toys.numbers(rank, 7)).backward()
     zero.zero_grad()
-    zero.model(*checks.awkward_batch(rank, 0)).backward()
+    with checks.Calls(pause=0.05 * rank):  # who is late finds the others ready: what it sends has left at once
+        zero.model(*checks.awkward_batch(rank, 0)).backward()
     return shards_of(zero)
 
 
@@ -599,11 +611,12 @@ def test_the_scale_is_applied_in_fp32(stage_class):
 
 def large_gradients(stage_class, dtype):
     """The norm of 60 gradients of 12,416 in 16 bits: fp16 reaches to 65,504, and bf16 would round it. And that of 1e-12
-    times these, which is 0 in fp16."""
+    times these, which is 0 in fp16; and of 0 times these."""
     zero = stage_class(Given().to(dtype), optim.SGD, lr=1e-3)
     zero.model(torch.full((60,), 12_416.0, dtype=dtype)).backward()
     norm, zero.gradient_scale = zero.clip_grad_norm_(1e9).item(), 1e-12
-    return norm, zero.clip_grad_norm_(1.0).item()
+    scaled, zero.gradient_scale = zero.clip_grad_norm_(1.0).item(), 0.0
+    return norm, scaled, zero.clip_grad_norm_(1.0).item()
 
 
 def norm_without_shards(stage_class):
@@ -618,13 +631,14 @@ def norm_without_shards(stage_class):
 def test_clips_by_the_global_norm(stage_class, world_size):
     assert_clips_by_the_global_norm(stage_class, world_size)
     for dtype in (torch.float16, torch.bfloat16):
-        for rank, (norm, scaled) in enumerate(once(large_gradients, 2, stage_class, dtype)):
+        for rank, (norm, scaled, none) in enumerate(once(large_gradients, 2, stage_class, dtype)):
             assert norm == pytest.approx(12_416 * 60**0.5, rel=1e-4), (
                 f"60 gradients are 12,416 each, in {dtype}: their norm is {12_416 * 60**0.5:,.0f}, and rank {rank} "
                 f"returned {norm:,.0f}. A dtype of 16 bits has no room for it, or rounds it: compute the norm in fp32")
             assert scaled == pytest.approx(12_416 * 60**0.5 * 1e-12, rel=1e-4), (
                 f"with a gradient_scale of 1e-12 the norm is {12_416 * 60**0.5 * 1e-12:.4g}, and rank {rank} returned "
                 f"{scaled:.4g}. {dtype} loses what is multiplied with it: make gradients fp32 first")
+            assert none == 0, f"with a gradient_scale of 0 the norm is 0, and rank {rank} returned {none:.4g}"
 
 
 @pytest.mark.thorough

@@ -219,8 +219,22 @@ def test_running_statistics_are_alike(stage_class):
     assert_statistics_are_of_rank_0(once(after_a_step, 2, stage_class))
 
 
+def shards_after_step(stage_class):
+    """For each of reduced_gradients() before step(), whether it is the same after it."""
+    zero = build(stage_class, toys.MLP)
+    zero.model(*toys.numbers(dist.get_rank(), 0)).backward()
+    before = [shard.clone() for shard in zero.reduced_gradients()]
+    zero.step()
+    after = zero.reduced_gradients()
+    return [shard is not None and torch.equal(shard, kept) for shard, kept in zip(after, before, strict=True)]
+
+
 @pytest.mark.step(2, points=1)
 def test_a_backward_after_step_is_refused(stage_class):
+    for rank, same in enumerate(toys.run(shards_after_step, 2, stage_class)):
+        assert all(same), (
+            f"step() dropped or changed {same.count(False)} of {len(same)} gradient shards on rank {rank}: whoever "
+            "prints their norm after it still needs them. zero_grad() drops them")
     for rank, (_, refused) in enumerate(once(after_a_step, 2, stage_class)):
         assert refused, (
             f"backward, step(), backward without zero_grad(): rank {rank} added the second gradient to the first one's "

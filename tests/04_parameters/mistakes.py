@@ -609,6 +609,15 @@ for param, offset in bucket.flat.offsets.items():
     restore(param, bucket.parameters[offset : offset + param.numel()].view(param.shape))
 """
 WRONG |= {  # what strangers handed in, and had full marks
+    "a step in gather_parameters() sends before it refuses": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters", r"step\(\) called .*it must refuse before anything is sent",
+        step(begin="self.reduced_gradients()\nself._release_all()")),
+    "a block's other units stay": Wrong(
+        3, "test_units_inside_the_one_at_work_stay", r"still has memory for blocks.0.inner.0",
+        unit_turn(free=FREE_OTHERS.replace("unit in other.parents", "set(needed[:-1]) & {other, *other.parents}"))),
+    "no prefetch in an evaluation": Wrong(
+        3, "test_the_next_unit_is_on_its_way", r"in the second forward pass under no_grad rank 0 begins to send",
+        unit_turn(prefetch=PREFETCH.replace("if following", "if following and torch.is_grad_enabled()"))),
     "statistics in training mode alone": Wrong(
         5, "test_statistics_and_a_backward_too_many", r"in each step \(here it is called after model.eval\(\)\)",
         edited("04_parameters", "Stage3.step", ("replicas.", "if self.model.training:\n        replicas."))),
@@ -682,6 +691,9 @@ WRONG |= {  # what strangers handed in, and had full marks
 }
 
 RIGHT = {
+    "whole before the parameters point there": edited("04_parameters", "Stage3._arrive", (
+        "unit.gathering, unit.whole = [], True", "unit.gathering = []"), (
+        "        for bucket in unit.buckets", "        unit.whole = True\n        for bucket in unit.buckets")),
     "the parts of these mistakes": own() | _free() | _gather() | _arrive() | _release() | unit_turn() | wait()
                                    | bucket_complete() | step() | evaluation_done() | gather_parameters(),
     "each rank broadcasts its shard, and gradients are reduced at once": _gather(gather=BROADCASTS) | _arrive(

@@ -445,8 +445,20 @@ class Twice(nn.Module):
         return (self.last(x) - y).square().mean()
 
 
+def after_its_sibling(stage_class):
+    """The units that have memory after the turns of two units, one after the other, inside a block."""
+    zero = stage_class(toys.build(Nested, dist.get_rank()), optim.SGD, lr=1.0)
+    for unit in [unit for unit in zero.units if unit.name.startswith("blocks.0.inner.")]:
+        zero.unit_turn(unit, None)
+    return [unit.name for unit in zero.units if unit.whole or unit.gathering]
+
+
 @pytest.mark.step(3, points=1, raised=UNITS)
 def test_units_inside_the_one_at_work_stay(stage_class):
+    for rank, stay in enumerate(toys.run(after_its_sibling, 2, stage_class)):
+        too_many = ", ".join(name for name in stay if name not in ("", "blocks.0", "blocks.0.inner.1"))
+        assert not too_many, (f"at the turn of blocks.0.inner.1 rank {rank} still has memory for {too_many}: of a "
+                              "block's inner units only the one at work has any")
     psi = sum(param.nbytes for param in Twice().parameters())
     for rank, (_, sent, _) in enumerate(toys.run(first_forward, 2, stage_class, Twice)):
         assert sent <= psi / 2 + padding(2, Twice), (
@@ -461,14 +473,15 @@ def test_units_inside_the_one_at_work_stay(stage_class):
 PAUSE, TRIES = 0.04, 3  # seconds that rank 1 waits before it sends anything
 
 
-def forwards_marked(stage_class, training=True):
+def forwards_marked(stage_class, training=True, grad=True):
     """Of the second forward: Marks.begun, on a rank 1 that sends late."""
     zero, rank = build(stage_class, Tower), dist.get_rank()
     zero.model.train(training)
     marks = Marks(zero.model, pause=PAUSE * rank)
-    zero.model(*numbers(rank, 0))
-    with marks:
-        zero.model(*numbers(rank, 1))
+    with torch.set_grad_enabled(grad):
+        zero.model(*numbers(rank, 0))
+        with marks:
+            zero.model(*numbers(rank, 1))
     return marks.begun(BLOCK / 2)
 
 
@@ -499,8 +512,8 @@ def assert_not_waited_for(function, stage_class, when):
 
 @pytest.mark.step(3, points=4)
 def test_the_next_unit_is_on_its_way(stage_class):
-    for training, mode in ((True, ""), (False, " in eval() mode")):
-        for rank, begun in enumerate(once(forwards_marked, 2, stage_class, training)):
+    for training, grad, mode in ((True, True, ""), (False, True, " in eval() mode"), (False, False, " under no_grad")):
+        for rank, begun in enumerate(once(forwards_marked, 2, stage_class, training, grad)):
             assert_prefetched(begun, rank, f"the second forward pass{mode}")
 
 
@@ -1140,6 +1153,10 @@ def shown(stage_class):
         found["state"] = [value.clone() for value in zero.model.state_dict().values()]
         edit(zero.model.blocks[-1])
         turn(zero.model)
+        begins = len(calls.made)
+        with contextlib.suppress(RuntimeError):
+            zero.step()
+        found["sent by step"] = in_calls(gathers(calls.made[begins:]))
     found["whole"], found["made"] = whole_in(zero), calls.made
     found["edited"] = loss()
     try:
@@ -1195,6 +1212,9 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
         assert_none_whole(found["whole"], rank, "gather_parameters()")
         assert_none_whole(found["whole after an error"], rank, "an error has ended gather_parameters()")
         assert_no_barrier(found["made"], rank, "gather_parameters()")
+        assert not found["sent by step"], (
+            f"inside gather_parameters() step() called {found['sent by step']} on rank {rank}: it must refuse before "
+            "anything is sent, for another rank may not be in step()")
         assert "error" in found, (
             f"rank {rank}: an error inside gather_parameters() did not come out of it: nobody would hear of it"
         )

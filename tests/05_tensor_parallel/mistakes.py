@@ -360,6 +360,11 @@ WRONG = {
             """}),
 }
 WRONG |= {  # what strangers handed in, and had full marks
+    "the padding's rows are counted from the end": Wrong(
+        4, "test_the_loss_is_that_of_whole_logits", r"on rank 3|of rank 3",
+        {"VocabularyParallelEmbedding.logits": edited("05_tensor_parallel", "VocabularyParallelEmbedding.logits")[
+            "VocabularyParallelEmbedding.logits"].rpartition("    return")[0]
+            + "    logits[..., self.vocabulary - self.first :] = -math.inf\n    return logits"}, 4),
     "bf16 travels in fp32": Wrong(
         1, "test_f_and_g_send_one_all_reduce_each",
         r"made 1 all_reduce in the backward of f alone, in bf16 .*, for which a ring sends 560 bytes\. 280",

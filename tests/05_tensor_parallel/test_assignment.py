@@ -26,7 +26,7 @@ from zero_minimal.workload.model import GPT, MLP, Attention, GPTConfig
 worlds = pytest.mark.parametrize("world_size", (2, 3))
 CONFIG = GPTConfig(layers=2, hidden=12, heads=6, sequence=toys.SEQUENCE, vocabulary=toys.VOCABULARY, dropout=0.0)
 DROPOUT = replace(CONFIG, dropout=0.3)
-FEW = 2  # tokens: 4 ranks have 1, 1, none and none of them
+FEW = 5  # tokens: 4 ranks have 2, 2, 1 and none of them
 EACH = 4  # bytes of a number
 
 GROUP = "here ranks 0 and 2 of 3 are the group: is `group` passed on to every collective, rank and number of ranks?"

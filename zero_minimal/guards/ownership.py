@@ -110,7 +110,9 @@ def check_left(param: nn.Parameter) -> None:
     """At stage 3, before a parameter is released. Raise RuntimeError if it points elsewhere, to
     other values: they would be lost."""
     unit, bucket = home_of(param)
-    if unit is None or not unit.whole or same_storage(param, bucket.parameters):
+    if unit is None or not unit.whole or getattr(param, "_zero_released", False):
+        return  # it has no values to lose
+    if same_storage(param, bucket.parameters):
         return
     kept = bucket.flat.view(bucket.parameters, param)
     if param.dtype != kept.dtype or not torch.equal(param.data, kept):
