@@ -926,8 +926,9 @@ KEEPERS = (list, dict, set, tuple, collections.deque, collections.defaultdict)
 @pytest.mark.step(5, points=1)
 def test_nothing_stays_of_a_step(stage_class):
     for rank, (_, second, _, last) in enumerate(once(what_stays, 2, stage_class)):
+        # what grows by one a step has two more now; a single tensor may still be in the hands of gloo's thread
         for what, before, after in zip(("tensors", "entries of lists and dicts"), second, last, strict=True):
-            assert after <= before, (
+            assert after <= before + (what == "tensors"), (
                 f"rank {rank} holds {before} {what} after the second step, and {after} after the fourth: a list or "
                 "dict gets some in each step, and keeps them. What bucket_complete keeps goes before the next step"
             )
