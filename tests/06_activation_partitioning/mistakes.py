@@ -292,12 +292,12 @@ WRONG = {
 }
 
 
-def beside_the_saved(which):
+def beside_the_saved(which, kept="kept[place]"):
     """Tensors for which this is true become an attribute of ctx; the others are saved as they are in the reference."""
     return edited("06_activation_partitioning", "_Checkpoint.forward", (
         "    ctx.save_for_backward(*(keeper.keep(tensor) for tensor in tensors))", f"""
     kept = [keeper.keep(tensor) for tensor in tensors]
-    ctx.beside = {{place: kept[place] for place in range(len(kept)) if {which}}}
+    ctx.beside = {{place: {kept} for place in range(len(kept)) if {which}}}
     ctx.save_for_backward(*(one for place, one in enumerate(kept) if place not in ctx.beside))""")) | edited(
         "06_activation_partitioning", "_Checkpoint.backward", ("    inputs = []", """
     saved = iter(ctx.saved_tensors)
@@ -318,6 +318,37 @@ WRONG |= {  # what strangers handed in, and had full marks
     "masks are attributes": Wrong(
         2, "test_any_arguments", r"also takes a tensor of torch.bool, which was changed in place between forward and",
         beside_the_saved("tensors[place].dtype == torch.bool")),
+    "copies of integers and masks are attributes": Wrong(
+        2, "test_what_was_kept_goes_with_backward", r"1\.1 MB still live of 6 .* take integers and a mask besides",
+        beside_the_saved("not tensors[place].is_floating_point()", "kept[place].clone()")),
+    "a random state where an input requires a gradient": Wrong(
+        3, "test_dropout_drops_the_same_again", r"a block with dropout whose input requires no gradient: the",
+        backward(again="random_state_of(ctx.random) if any(before.requires_grad for before in ctx.before) else "
+                       "ExitStack(), autocast_as(ctx.precision), torch.enable_grad()")),
+    "autocast is set where an input requires a gradient": Wrong(
+        3, "test_autocast_is_as_it_was", r"ran outside of torch.autocast, with backward in it: the gradient",
+        backward(again="random_state_of(ctx.random), autocast_as(ctx.precision) if any(before.requires_grad for before "
+                       "in ctx.before) else ExitStack(), torch.enable_grad()")),
+    "gather frees the part": Wrong(
+        4, "test_what_is_gathered_is_the_input", r"\d of the parts that place= gave have no memory on rank \d",
+        gather(end="collectives.free(part)\nreturn whole[: shape.numel()].reshape(shape)")),
+    "gather adds to the part": Wrong(
+        4, "test_what_is_gathered_is_the_input", r"backward\(retain_graph=True\), then .* neither changes nor frees it",
+        gather(end="part.data.add_(1)\nreturn whole[: shape.numel()].reshape(shape)")),
+    "16 host buffers, in turn": Wrong(
+        5, "test_it_comes_back_from_there", r"(?s)it raised RuntimeError.*Is host memory used again that is",
+        to_host(copy="""
+            pool = announce.__dict__.setdefault((tensor.shape, tensor.dtype), [])
+            pool.append(torch.empty_like(tensor) if len(pool) < 16 else pool.pop(0))
+            copy = pool[-1].copy_(tensor)
+            """)),
+    "16 host buffers, in turn, and nobody is told": Wrong(
+        5, "test_it_comes_back_from_there", r"of 200 inputs that were kept at a time, 184 have a wrong",
+        to_host(copy="""
+            pool = announce.__dict__.setdefault((tensor.shape, tensor.dtype), [])
+            pool.append(torch.empty_like(tensor) if len(pool) < 16 else pool.pop(0))
+            copy = pool[-1].data.copy_(tensor)
+            """)),
     "16-bit parts travel in fp32": Wrong(
         4, "test_one_gather_a_block_and_only_in_backward", r"of a block whose input is in bf16, and its parts are",
         gather(room="", gather="", end="""
@@ -345,7 +376,9 @@ WRONG |= {  # what strangers handed in, and had full marks
 }
 
 RIGHT = {
-    "other words": forward() | backward() | random_state_of() | autocast_as() | cut() | gather() | to_host(),
+    "other words": forward() | backward(through=THROUGH.replace(
+        "gradient is not None and output.requires_grad", "output.requires_grad and gradient is not None"))
+    | random_state_of() | autocast_as() | cut() | gather() | to_host(),
     "torch's own all-gather, and padding": cut(
         part="flat = tensor.new_zeros(size * world_size)\nflat[: tensor.numel()] = tensor.flatten()\n"
              "part = flat.chunk(world_size)[rank].clone()") | gather(gather=ONE_BY_ONE),

@@ -305,6 +305,22 @@ WRONG |= {  # what strangers handed in, and had full marks
         4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"of one tensor twice all_reduce\(\) on rank 0",
         all_reduce(before="tensors = list(tensors)",
                    flats="[fused.flat_views([tensor], like.dtype, like.device)[0] for tensor in tensors]")),
+    "the device of a tensor is not looked at": Wrong(
+        4, "test_what_does_not_fit_is_refused_before_anything_is_sent",
+        r"a last one of torch.float32, on another device: on rank 0 all_reduce\(\) raised .* and their device\?",
+        all_reduce(flats=FLATS.replace(", like.device", ""))),
+    "pieces are put together first": Wrong(
+        3, "test_nothing_is_made_on_the_way", r"fill\(\) of a load of 4.0 kB made new memory of 4.0 kB, .* a third",
+        fill(split="[filled]", copy="filled.copy_(torch.cat([piece.to(buffer.dtype) for piece in load]))")),
+    "unpacks a copy": Wrong(
+        3, "test_nothing_is_made_on_the_way", r"unpack\(\) of a load of 4.0 kB made new memory of 4.0 kB, .* a third",
+        unpack(split="filled.clone().split(sizes)")),
+    "fp32 travels, whatever the buffers have": Wrong(
+        4, "test_each_element_is_sent_once", r"torch.float16 and 30 .* sent 120 bytes, 120 of .* and 60 from the",
+        all_reduce(take=f"{TAKEN}.float()")),
+    "sums go through fp32, whatever the buffers have": Wrong(
+        4, "test_sums_are_those_of_fp32", r"with buffers and a tensor of float64 a mean is .* is right: it was",
+        all_reduce(take=f"{TAKEN}\nfilled.copy_(filled.float())")),
     "one tensor twice is seen, and no view of it": Wrong(
         4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"of a tensor, and a view that begins in its m",
         all_reduce(before="tensors = list(tensors)\n"

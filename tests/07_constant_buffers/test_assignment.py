@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import toys
 from checks import in_words, once
+from stock import Stock
 
 from zero_minimal.core import collectives, seams, work
 from zero_minimal.meters.memory import Ledger
@@ -450,7 +451,7 @@ def test_fill_puts_pieces_side_by_side(lesson):
         assert buffer[len(FILLED):] == [OLD, OLD], "fill() changed what is behind the load: nothing is written there"
 
 
-@pytest.mark.step(3, points=5)
+@pytest.mark.step(3, points=4)
 def test_unpack_brings_each_piece_its_part(lesson):
     for *_, tensors, filled in once(carried, 1, lesson):
         assert filled == list(range(100, 110)), "unpack() changed the buffer"
@@ -487,7 +488,7 @@ def through_wide(lesson):
     return filled, torch.cat(load)
 
 
-@pytest.mark.step(3, points=5)
+@pytest.mark.step(3, points=4)
 def test_numbers_are_rounded_when_they_come_back_and_never_before(lesson):
     for filled, exact, thirds, wide in once(rounded, 1, lesson):
         for what, found, whole in zip(("fill() put", "unpack() left"), wide, (3, 5), strict=True):
@@ -506,6 +507,28 @@ def test_numbers_are_rounded_when_they_come_back_and_never_before(lesson):
             right = torch.tensor(1 / 3).to(piece.dtype)
             assert (piece == right).all(), (
                 f"unpack() of 1/3 into a piece of {piece.dtype} left {piece.tolist()}, not {right.item():.7g}"
+            )
+
+
+def made_on_the_way(lesson):
+    """Bytes that operators make in fill() and in unpack() at most, and those of a load."""
+    buffer = torch.zeros(1000)
+    load = list(torch.ones(1000).split([600, 300, 100]))
+    found = []
+    for function in (lesson.fill, lesson.unpack):
+        with Stock([buffer, load[0]]) as stock:
+            function(buffer, load)
+        found.append(stock.highest)
+    return found, buffer.nbytes
+
+
+@pytest.mark.step(3, points=2)
+def test_nothing_is_made_on_the_way(lesson):
+    for found, size in once(made_on_the_way, 1, lesson):
+        for name, made in zip(("fill", "unpack"), found, strict=True):
+            assert made <= size // 2, (
+                f"{name}() of a load of {in_words(size)} made new memory of {in_words(made)}, though pieces and buffer "
+                "are of one dtype: it is a third buffer, at each load. Copy each piece straight to its place"
             )
 
 
@@ -672,6 +695,20 @@ def test_a_slow_rank_changes_nothing(lesson):
                 "is over changes what the other ranks get.)") from None
 
 
+OTHERS = (torch.float16, torch.float64)
+
+
+def in_other_dtypes(lesson):
+    """Of buffers of each of OTHERS, and 30 elements of it: which buffers were sent, and how many bytes."""
+    found = []
+    for dtype in OTHERS:
+        buffers = lesson.ConstantBuffers(12 * dtype.itemsize, dtype=dtype)
+        with Starts(buffers) as starts:
+            lesson.all_reduce([torch.ones(30, dtype=dtype)], buffers)
+        found.append([(number, size) for _, number, size, name in starts.made if "gather" not in name])
+    return found
+
+
 @pytest.mark.step(4, points=4)
 def test_each_element_is_sent_once(lesson):
     for rank, turns in enumerate(once(with_a_slow_rank, 2, lesson)):
@@ -691,6 +728,14 @@ def test_each_element_is_sent_once(lesson):
             f"{TRAY:,}: each costs its time before the first byte. (Here a small tensor in the middle is in bf16. In "
             "which dtype does it travel, and does it need a load of its own?)"
         )
+    for rank, found in enumerate(once(in_other_dtypes, 2, lesson)):
+        for dtype, sent in zip(OTHERS, found, strict=True):
+            elsewhere, total = [size for number, size in sent if number is None], sum(size for _, size in sent)
+            assert not elsewhere and total == 30 * dtype.itemsize, (
+                f"with buffers of {dtype} and 30 elements of it rank {rank} sent {total} bytes, {sum(elsewhere)} of "
+                f"them from memory that is none of the two buffers, and {30 * dtype.itemsize} from the buffers are "
+                "right: what travels has the dtype of the buffers, which need not be fp32"
+            )
 
 
 PROBES = {  # of each rank, and what their mean is
@@ -706,7 +751,8 @@ def too_early(parts, dtype):
 
 
 def probed(lesson):
-    """What all_reduce() makes of PROBES on three ranks, mean by mean, and of the sum of random numbers."""
+    """What all_reduce() makes of PROBES on three ranks, mean by mean, and of the sum of random numbers; and the mean of
+    wide_numbers(), through buffers of float64."""
     rank, found = dist.get_rank(), {}
     buffers = lesson.ConstantBuffers(400)
     for dtype, probes in PROBES.items():
@@ -715,7 +761,14 @@ def probed(lesson):
         lesson.all_reduce([mean], buffers)
         lesson.all_reduce([total], buffers, "sum")
         found[str(dtype)] = mean, total
-    return found
+    wide = wide_numbers(rank)
+    lesson.all_reduce([wide], lesson.ConstantBuffers(400, dtype=torch.float64))
+    return found, wide
+
+
+def wide_numbers(rank):
+    """Of float64, with more digits than fp32 has."""
+    return numbers(rank, torch.float64, ((20,),))[0] / 3
 
 
 def refused_twins(lesson):
@@ -738,18 +791,19 @@ def refused_twins(lesson):
 def refused(lesson):
     """What all_reduce() raises for tensors of which the last does not fit, and whether the others are as they were."""
     found = []
-    for dtype, wrong in ((torch.float32, torch.float64), (torch.bfloat16, torch.float32),
-                         (torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)):
+    for dtype, wrong, device in ((torch.float32, torch.float64, "cpu"), (torch.bfloat16, torch.float32, "cpu"),
+                                 (torch.bfloat16, torch.float16, "cpu"), (torch.float16, torch.bfloat16, "cpu"),
+                                 (torch.float32, torch.float32, "meta")):
         buffers = lesson.ConstantBuffers(dtype.itemsize * 12, dtype=dtype)
         tensors = [torch.full((9,), 1.0 + dist.get_rank(), dtype=dtype) for _ in range(4)]
         try:
-            lesson.all_reduce([*tensors, torch.ones(3, dtype=wrong)], buffers)
+            lesson.all_reduce([*tensors, torch.ones(3, dtype=wrong, device=device)], buffers)
             raised = None
         except Exception as error:
             raised = type(error).__name__
         buffers.wait()  # what is under way all the same would be in the way of the next
         untouched = all(bool((part == 1 + dist.get_rank()).all()) for part in tensors)
-        found.append((str(dtype), str(wrong), raised, untouched))
+        found.append((str(dtype), f"{wrong}{', on another device' * (device == 'meta')}", raised, untouched))
     return found
 
 
@@ -760,7 +814,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(lesson):
             what = f"buffers of {dtype}, several tensors of it, and a last one of {wrong}: on rank {rank}"
             assert raised == "ValueError", (
                 f"{what} all_reduce() {'raised ' + raised if raised else 'went through, and rounded it'}. It must be a "
-                "ValueError: what does fused.flat_views need to know of the buffers?"
+                "ValueError, before anything is sent: does fused.flat_views know the buffers' dtype, and their device?"
             )
             assert untouched, (
                 f"{what} it was refused when the tensors before it had been reduced. All of them must be looked at "
@@ -778,7 +832,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(lesson):
 
 @pytest.mark.step(4, points=4)
 def test_sums_are_those_of_fp32(lesson):
-    for rank, found in enumerate(once(probed, 3, lesson)):
+    for rank, (found, wide) in enumerate(once(probed, 3, lesson)):
+        exact = sum(map(wide_numbers, range(3))) / 3
+        worst = int((wide - exact).abs().argmax())
+        assert torch.allclose(wide, exact, rtol=1e-12, atol=1e-12), (
+            f"with buffers and a tensor of float64 a mean is {wide[worst]:.17g} on rank {rank}, and "
+            f"{exact[worst]:.17g} is right: it was rounded on the way. Numbers are added and divided in the dtype of "
+            "the buffers, and go through no other one"
+        )
         for dtype, probes in PROBES.items():
             for (parts, exact), mean in zip(probes, found[str(dtype)][0].double().tolist(), strict=True):
                 right = torch.tensor(exact, dtype=torch.float64).to(dtype).item()

@@ -60,6 +60,8 @@ def all_reduce(tensors, buffers, op="avg"):
     dtype, tensors = buffers.buffers[0].dtype, list(tensors)
     if any(torch.promote_types(tensor.dtype, dtype) != dtype for tensor in tensors):
         raise ValueError("the buffers would round this")
+    if any(tensor.device != buffers.buffers[0].device for tensor in tensors):
+        raise ValueError("the buffers lie elsewhere")
     end = 0  # of the memory before
     for tensor in sorted(filter(torch.Tensor.numel, tensors), key=torch.Tensor.data_ptr):
         if tensor.data_ptr() < end:
