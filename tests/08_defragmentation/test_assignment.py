@@ -378,19 +378,20 @@ def extent(tensor):
 
 
 def kept_in_a_slab(assignment):
-    """For tensors of all kinds: what keep() gave, where, and whether it stays as it is."""
+    """For tensors of all kinds, the last of them once more, and the fourth one's copy: what keep() gave, where, and
+    whether it stays as it is."""
     found = {}
     for dtype, name in KINDS:
         torch.manual_seed(toys.seed(0, 11))
         sources = [torch.randn(3, 5), torch.randn(5, 4).t(), torch.randn(()), torch.randn(2, 6)[:, ::2], torch.randn(7)]
         sources = [source.to(dtype) for source in sources]
         sources[0].requires_grad_()
-        wanted = [source.detach().clone() for source in sources]
+        wanted = [source.detach().clone() for source in (*sources, sources[4], sources[3])]
         slab = assignment.Slab(1000, dtype)
         storage = slab.memory.untyped_storage()
         start, room, kept, used = slab.memory.data_ptr(), storage.nbytes(), [], []
-        for source in sources:
-            kept.append(slab.keep(source))
+        for source in (*sources, sources[4], None):
+            kept.append(slab.keep(kept[3] if source is None else source))
             used.append(int(slab.used))
         with torch.no_grad():
             for source in sources:
@@ -407,6 +408,11 @@ def kept_in_a_slab(assignment):
             "history": [tensor.requires_grad for tensor in (*kept, slab.memory)],
         }
     return found
+
+
+AGAIN = {6: ". Tensor 6 is tensor 5, which is kept once more: keep() returns a copy of its own each time",
+         7: ". Tensor 7 is what keep() gave for tensor 4. It lies in the slab already, and keep() returns a copy of it "
+            "all the same: what lies there may be from before a reset"}
 
 
 @pytest.mark.step(3, points=5, raised="keep() takes tensors of any shape and stride; the copy has the shape")
@@ -426,7 +432,8 @@ def test_what_is_kept_lies_side_by_side_in_one_allocation(assignment):
         for number, (place, size) in enumerate(seen["places"], 1):
             assert place == at, (
                 f"in {kind} tensor {number} lies {place} bytes from the front of the slab; it must lie at {at}, right "
-                "behind those before it (lay the first at the front, and let `used` say where the next one goes)")
+                "behind those before it (lay the first at the front, and let `used` say where the next one goes)"
+                + AGAIN.get(number, ""))
             at += size
         assert all(seen["values"]), (
             f"in {kind} copy number {seen['values'].index(False) + 1} is not what was kept, once the sources were "
@@ -608,7 +615,8 @@ def test_a_backward_after_reset_fails(assignment):
 
 
 def measuring(assignment):
-    """A slab that measures: its first round, and the next; and what it said in each to a tensor of another dtype."""
+    """A slab that measures: its first round, and the next; what it said in each to a tensor of another dtype; and bytes
+    that live more than its memory, once nobody else holds what it kept in the first one."""
     slab, refused = assignment.Slab(), []
 
     def refuse():
@@ -633,12 +641,18 @@ def measuring(assignment):
         tensor.untyped_storage().data_ptr() == slab.memory.untyped_storage().data_ptr() for tensor in again)
     idle = assignment.Slab()
     idle.reset()
-    return own, copies, elements, inside, [tensor.tolist() for tensor in again], idle.memory is None, refused
+    before = checks.live_bytes()
+    large = assignment.Slab()
+    large.keep(torch.ones(4000))
+    large.reset()
+    more = checks.live_bytes() - before - 4 * 4000
+    return own, copies, elements, inside, [tensor.tolist() for tensor in again], idle.memory is None, refused, more
 
 
 @pytest.mark.step(3, points=4, raised="a slab without a size measures: memory is None until the first reset()")
 def test_a_slab_without_a_size_measures_its_first_round(assignment):
-    ((is_none, used, storages), copies, elements, inside, values, idle, refused), = once(measuring, 1, assignment)
+    ((is_none, used, storages), copies, elements, inside, values, idle, refused, more), = once(
+        measuring, 1, assignment)
     for said, when in zip(refused, ("while it measured", "in the round after that"), strict=True):
         assert said == "raised ValueError", (
             f"a slab of fp32 was given a tensor of fp64 {when}, and keep() {said}: it must raise ValueError, as "
@@ -656,6 +670,10 @@ def test_a_slab_without_a_size_measures_its_first_round(assignment):
     assert inside and values == [[5.0] * 5, [8.0] * 8], (
         "in the round after the one that measured, what is kept does not lie in slab.memory with its values")
     assert idle, "a round in which nothing was kept measured nothing: there is no memory to be allocated yet"
+    assert more < 4000, (
+        f"in its first round a slab kept a tensor of 16.0 kB, and nobody else holds tensor or copy. After reset() "
+        f"{in_words(more)} live beside slab.memory: the slab holds what it handed out, or was given, and nothing frees "
+        "it")
 
 
 # ------------------------------------------------------------------------------------------------- step 4: gradients
@@ -857,7 +875,8 @@ def test_micro_batches_add_up_in_place(assignment):
 
 def other_rounds(assignment):
     """Gradients of two layers, in a slab and without: the first alone has one, then both, and the second is complete
-    before it."""
+    before it. And if they were set to None, and the slab was not reset: what backward raised, and how many gradients
+    lie elsewhere then."""
     results = []
     for in_slab in (False, True):
         layers = [toys.build(lambda: nn.Linear(3, 3, bias=False), 0) for _ in range(2)]
@@ -870,16 +889,27 @@ def other_rounds(assignment):
             if in_slab:
                 slab.reset()
         results.append(found)
-    return results
+    try:
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(2, 3)).square().sum().backward()
+        error = ""
+    except Exception as raised:
+        error = type(raised).__name__
+    return *results, error, sum(not slab.holds(param.grad) for param in model.parameters() if param.grad is not None)
 
 
 @pytest.mark.step(4, points=1)
 def test_each_round_begins_anew(assignment):
-    ((plain, in_slab),) = toys.run(other_rounds, 1, assignment)
+    ((plain, in_slab, error, elsewhere),) = toys.run(other_rounds, 1, assignment)
     assert toys.identical(plain, in_slab), (
         "in the first round one layer of two had a gradient, and in the second both, in another order: the gradients "
         "in the slab are others than without one. After reset() each is kept where there is room, as in the first "
         "round")
+    assert error or not elsewhere, (
+        f"all gradients were set to None, the slab was not reset, and the next backward went through, with {elsewhere} "
+        "gradients that lie elsewhere. The slab is full then: let keep()'s MemoryError through, so that whoever forgot "
+        "reset() hears of it")
 
 
 def reset_too_early(assignment):
