@@ -378,20 +378,19 @@ def extent(tensor):
 
 
 def kept_in_a_slab(assignment):
-    """For tensors of all kinds, the last of them once more, and the fourth one's copy: what keep() gave, where, and
-    whether it stays as it is."""
+    """For tensors of all kinds: what keep() gave, where, and whether it stays as it is."""
     found = {}
     for dtype, name in KINDS:
         torch.manual_seed(toys.seed(0, 11))
         sources = [torch.randn(3, 5), torch.randn(5, 4).t(), torch.randn(()), torch.randn(2, 6)[:, ::2], torch.randn(7)]
         sources = [source.to(dtype) for source in sources]
         sources[0].requires_grad_()
-        wanted = [source.detach().clone() for source in (*sources, sources[4], sources[3])]
+        wanted = [source.detach().clone() for source in sources]
         slab = assignment.Slab(1000, dtype)
         storage = slab.memory.untyped_storage()
         start, room, kept, used = slab.memory.data_ptr(), storage.nbytes(), [], []
-        for source in (*sources, sources[4], None):
-            kept.append(slab.keep(kept[3] if source is None else source))
+        for source in sources:
+            kept.append(slab.keep(source))
             used.append(int(slab.used))
         with torch.no_grad():
             for source in sources:
@@ -408,11 +407,6 @@ def kept_in_a_slab(assignment):
             "history": [tensor.requires_grad for tensor in (*kept, slab.memory)],
         }
     return found
-
-
-AGAIN = {6: ". Tensor 6 is tensor 5, which is kept once more: keep() returns a copy of its own each time",
-         7: ". Tensor 7 is what keep() gave for tensor 4. It lies in the slab already, and keep() returns a copy of it "
-            "all the same: what lies there may be from before a reset"}
 
 
 @pytest.mark.step(3, points=5, raised="keep() takes tensors of any shape and stride; the copy has the shape")
@@ -432,8 +426,7 @@ def test_what_is_kept_lies_side_by_side_in_one_allocation(assignment):
         for number, (place, size) in enumerate(seen["places"], 1):
             assert place == at, (
                 f"in {kind} tensor {number} lies {place} bytes from the front of the slab; it must lie at {at}, right "
-                "behind those before it (lay the first at the front, and let `used` say where the next one goes)"
-                + AGAIN.get(number, ""))
+                "behind those before it (lay the first at the front, and let `used` say where the next one goes)")
             at += size
         assert all(seen["values"]), (
             f"in {kind} copy number {seen['values'].index(False) + 1} is not what was kept, once the sources were "
@@ -448,7 +441,11 @@ def test_what_is_kept_lies_side_by_side_in_one_allocation(assignment):
 
 
 def rounds(assignment):
-    """Storage and place of what is kept, in several rounds; and a round that is refused."""
+    """Storage and place of what is kept, in several rounds; and a round that is refused. And where one tensor lies that
+    is kept twice, and its first copy, which is kept, too."""
+    other, source = assignment.Slab(20), torch.arange(3.0)
+    first = other.keep(source)
+    again = [tensor.data_ptr() - other.memory.data_ptr() for tensor in (first, other.keep(source), other.keep(first))]
     slab = assignment.Slab(10)
     storage, room, seen = slab.memory.untyped_storage().data_ptr(), slab.memory.untyped_storage().nbytes(), []
     for number in range(4):
@@ -458,7 +455,7 @@ def rounds(assignment):
                 slab.keep(torch.ones(5))
             second = slab.keep(torch.full((4,), -1.0))
         except MemoryError as error:
-            return [*seen, str(error)], room
+            return [*seen, str(error)], room, again
         place = first.data_ptr() - slab.memory.data_ptr(), second.data_ptr() - slab.memory.data_ptr()
         values = first.tolist() == [number] * 6 and second.tolist() == [-1.0] * 4
         try:
@@ -469,12 +466,12 @@ def rounds(assignment):
         slab.reset()
         seen.append((place, values, refused, int(slab.used), slab.memory.untyped_storage().data_ptr() == storage,
                      slab.memory.untyped_storage().nbytes()))
-    return seen, room
+    return seen, room, again
 
 
 @pytest.mark.step(3, points=4)
 def test_reset_goes_back_to_the_front_and_frees_nothing(assignment):
-    ((seen, room),) = once(rounds, 1, assignment)
+    ((seen, room, again),) = once(rounds, 1, assignment)
     for number, one in enumerate(seen, 1):
         assert not isinstance(one, str), (
             f"in round {number} keep() raised MemoryError ({one}). 6 and 4 elements fit into a slab of 10: after a "
@@ -491,6 +488,10 @@ def test_reset_goes_back_to_the_front_and_frees_nothing(assignment):
         assert refused == "MemoryError", (
             f"a slab of 10 elements was full, and keep() of one more {'raised ' + refused if refused else 'took it'}: "
             "it must raise MemoryError (_end_of does)")
+    assert again == [0, 12, 24], (
+        f"a tensor of 3 elements was kept twice, and then its first copy: the copies lie {again} bytes from the front, "
+        "and 0, 12 and 24 is right. keep() makes a copy each time, also of what lies in the slab already: that may "
+        "be there from before a reset(), and is overwritten soon")
 
 
 SIZES = dict(blocks=3, hidden=15, heads=3, dropout=0.1)

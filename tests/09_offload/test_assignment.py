@@ -982,7 +982,7 @@ def after_a_step(assignment):
 
     rank, found = dist.get_rank(), []
     for name in STAGES[:2]:
-        zero = getattr(assignment, name)(toys.build(Normed, rank), optim.SGD, lr=0.0)
+        zero = getattr(assignment, name)(toys.build(Normed, rank), optim.SGD, lr=0.0, bucket_bytes=64)
         weight, means, refused = zero.model.layers[0].weight, [zero.model.layers[1].running_mean.clone()], False
         zero.model(*toys.numbers(rank, 0)).backward()
         zero.model.eval()
