@@ -441,7 +441,11 @@ def test_what_is_kept_lies_side_by_side_in_one_allocation(assignment):
 
 
 def rounds(assignment):
-    """Storage and place of what is kept, in several rounds; and a round that is refused."""
+    """Storage and place of what is kept, in several rounds; and a round that is refused. And where one tensor lies that
+    is kept twice, and its first copy, which is kept, too."""
+    other, source = assignment.Slab(20), torch.arange(3.0)
+    first = other.keep(source)
+    again = [tensor.data_ptr() - other.memory.data_ptr() for tensor in (first, other.keep(source), other.keep(first))]
     slab = assignment.Slab(10)
     storage, room, seen = slab.memory.untyped_storage().data_ptr(), slab.memory.untyped_storage().nbytes(), []
     for number in range(4):
@@ -451,7 +455,7 @@ def rounds(assignment):
                 slab.keep(torch.ones(5))
             second = slab.keep(torch.full((4,), -1.0))
         except MemoryError as error:
-            return [*seen, str(error)], room
+            return [*seen, str(error)], room, again
         place = first.data_ptr() - slab.memory.data_ptr(), second.data_ptr() - slab.memory.data_ptr()
         values = first.tolist() == [number] * 6 and second.tolist() == [-1.0] * 4
         try:
@@ -462,12 +466,12 @@ def rounds(assignment):
         slab.reset()
         seen.append((place, values, refused, int(slab.used), slab.memory.untyped_storage().data_ptr() == storage,
                      slab.memory.untyped_storage().nbytes()))
-    return seen, room
+    return seen, room, again
 
 
 @pytest.mark.step(3, points=4)
 def test_reset_goes_back_to_the_front_and_frees_nothing(assignment):
-    ((seen, room),) = once(rounds, 1, assignment)
+    ((seen, room, again),) = once(rounds, 1, assignment)
     for number, one in enumerate(seen, 1):
         assert not isinstance(one, str), (
             f"in round {number} keep() raised MemoryError ({one}). 6 and 4 elements fit into a slab of 10: after a "
@@ -484,6 +488,10 @@ def test_reset_goes_back_to_the_front_and_frees_nothing(assignment):
         assert refused == "MemoryError", (
             f"a slab of 10 elements was full, and keep() of one more {'raised ' + refused if refused else 'took it'}: "
             "it must raise MemoryError (_end_of does)")
+    assert again == [0, 12, 24], (
+        f"a tensor of 3 elements was kept twice, and then its first copy: the copies lie {again} bytes from the front, "
+        "and 0, 12 and 24 is right. keep() makes a copy each time, also of what lies in the slab already: that may "
+        "be there from before a reset(), and is overwritten soon")
 
 
 SIZES = dict(blocks=3, hidden=15, heads=3, dropout=0.1)
@@ -608,7 +616,8 @@ def test_a_backward_after_reset_fails(assignment):
 
 
 def measuring(assignment):
-    """A slab that measures: its first round, and the next; and what it said in each to a tensor of another dtype."""
+    """A slab that measures: its first round, and the next; what it said in each to a tensor of another dtype; and bytes
+    that live more than its memory, once nobody else holds what it kept in the first one."""
     slab, refused = assignment.Slab(), []
 
     def refuse():
@@ -633,12 +642,18 @@ def measuring(assignment):
         tensor.untyped_storage().data_ptr() == slab.memory.untyped_storage().data_ptr() for tensor in again)
     idle = assignment.Slab()
     idle.reset()
-    return own, copies, elements, inside, [tensor.tolist() for tensor in again], idle.memory is None, refused
+    before = checks.live_bytes()
+    large = assignment.Slab()
+    large.keep(torch.ones(4000))
+    large.reset()
+    more = checks.live_bytes() - before - 4 * 4000
+    return own, copies, elements, inside, [tensor.tolist() for tensor in again], idle.memory is None, refused, more
 
 
 @pytest.mark.step(3, points=4, raised="a slab without a size measures: memory is None until the first reset()")
 def test_a_slab_without_a_size_measures_its_first_round(assignment):
-    ((is_none, used, storages), copies, elements, inside, values, idle, refused), = once(measuring, 1, assignment)
+    ((is_none, used, storages), copies, elements, inside, values, idle, refused, more), = once(
+        measuring, 1, assignment)
     for said, when in zip(refused, ("while it measured", "in the round after that"), strict=True):
         assert said == "raised ValueError", (
             f"a slab of fp32 was given a tensor of fp64 {when}, and keep() {said}: it must raise ValueError, as "
@@ -656,6 +671,10 @@ def test_a_slab_without_a_size_measures_its_first_round(assignment):
     assert inside and values == [[5.0] * 5, [8.0] * 8], (
         "in the round after the one that measured, what is kept does not lie in slab.memory with its values")
     assert idle, "a round in which nothing was kept measured nothing: there is no memory to be allocated yet"
+    assert more < 4000, (
+        f"in its first round a slab kept a tensor of 16.0 kB, and nobody else holds tensor or copy. After reset() "
+        f"{in_words(more)} live beside slab.memory: the slab holds what it handed out, or was given, and nothing frees "
+        "it")
 
 
 # ------------------------------------------------------------------------------------------------- step 4: gradients
@@ -857,7 +876,8 @@ def test_micro_batches_add_up_in_place(assignment):
 
 def other_rounds(assignment):
     """Gradients of two layers, in a slab and without: the first alone has one, then both, and the second is complete
-    before it."""
+    before it. And if they were set to None, and the slab was not reset: what backward raised, and how many gradients
+    lie elsewhere then."""
     results = []
     for in_slab in (False, True):
         layers = [toys.build(lambda: nn.Linear(3, 3, bias=False), 0) for _ in range(2)]
@@ -870,16 +890,27 @@ def other_rounds(assignment):
             if in_slab:
                 slab.reset()
         results.append(found)
-    return results
+    try:
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(2, 3)).square().sum().backward()
+        error = ""
+    except Exception as raised:
+        error = type(raised).__name__
+    return *results, error, sum(not slab.holds(param.grad) for param in model.parameters() if param.grad is not None)
 
 
 @pytest.mark.step(4, points=1)
 def test_each_round_begins_anew(assignment):
-    ((plain, in_slab),) = toys.run(other_rounds, 1, assignment)
+    ((plain, in_slab, error, elsewhere),) = toys.run(other_rounds, 1, assignment)
     assert toys.identical(plain, in_slab), (
         "in the first round one layer of two had a gradient, and in the second both, in another order: the gradients "
         "in the slab are others than without one. After reset() each is kept where there is room, as in the first "
         "round")
+    assert error or not elsewhere, (
+        f"all gradients were set to None, the slab was not reset, and the next backward went through, with {elsewhere} "
+        "gradients that lie elsewhere. The slab is full then: let keep()'s MemoryError through, so that whoever forgot "
+        "reset() hears of it")
 
 
 def reset_too_early(assignment):

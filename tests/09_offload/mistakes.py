@@ -29,13 +29,15 @@ def keep(*parts):
     return {"HostState.keep": function(KEEP, *parts)}
 
 
+SENDS = 'self.bus.send(("parameters",), shard.master.data.to(shard.dtype))'
+DONE = "done.append(shard.master.data.to(shard.dtype, copy=True))"
 OPTIONS = "for group, its in zip(self.optimizer.param_groups, options, strict=True):\n    group.update(its)"
 
 
 def update(*, options=OPTIONS, shards="self.in_turn()", gradient="gradient = shard.gradient.to(shard.master.dtype)",
            scaled="gradient = gradient if scale is None else gradient * scale",
            one="optimizers.update(self.optimizer, group, shard.master, gradient)",
-           sends='self.bus.send(("parameters",), shard.master.data.to(shard.dtype))', before="", after=""):
+           sends=SENDS, before="", after=""):
     body = [gradient, scaled, "group = self.optimizer.param_groups[shard.group_index]", before, one, sends, after]
     return {"HostState.update": "@torch.no_grad()\n" + function(
         "def update(self, parcel, options, scale):", options, function(f"for shard in {shards}:", *body))}
@@ -112,6 +114,7 @@ STRETCH_IS_WRITTEN, BUFFER_IS_WRITTEN = "stretch.written.result()", "buffer.writ
 
 ONE, TWO, THREE = ("test_the_host_keeps_its_own_copy", "test_the_host_updates_its_masters",
                    "test_each_shard_returns_in_its_dtype")
+AT_ONCE = "test_each_shard_returns_as_soon_as_it_is_updated"
 NOTHING_HERE, ADDS_UP = "test_a_rank_keeps_no_optimizer_state", "test_micro_batches_add_up_on_the_host"
 MEAN, CROSS = "test_the_host_has_the_mean_gradient", "test_gradients_cross_as_shards_in_16_bit"
 BESIDE, STAYS = "test_gradients_leave_while_backward_goes_on", "test_no_gradient_shard_stays"
@@ -161,7 +164,7 @@ WRONG = {
             sends='self.bus.send(("parameters",), shard.master.data)')),
     "what comes back is a step old": Wrong(
         1, THREE, r"parcel 0 of an update is what shard 0's master was before it: a step old",
-        update(before='self.bus.send(("parameters",), shard.master.data.to(shard.dtype))', sends="")),
+        update(before=SENDS, sends="")),
     "the master stays on the rank": Wrong(
         1, NOTHING_HERE, r"110.6 kB of it are bucket.master: that lives on the host",
         hand_over("bucket.master = precision.master_of(bucket.parameter_shard)")),
@@ -340,6 +343,24 @@ WRONG = {
         update(shards="self.shards.values()")),
 }
 WRONG |= {  # what strangers handed in, and had full marks
+    "all are updated, then all are sent": Wrong(
+        1, AT_ONCE, r"in update 1 of AdamW the shards were sent when 3, 3 and 3 of 3 masters had been updated",
+        edited("09_offload", "HostState.update", ("for shard in", "done = []\n    for shard in"), (SENDS, DONE + """
+    for parameters in done:
+        self.bus.send(("parameters",), parameters)"""))),
+    "a shard is sent when the next is updated": Wrong(
+        1, AT_ONCE, r"in update 1 of AdamW the shards were sent when 2, 3 and 3 of 3 masters had been updated",
+        edited("09_offload", "HostState.update", ("for shard in", "done = []\n    for shard in"), (SENDS, DONE + """
+        if len(done) > 1:
+            self.bus.send(("parameters",), done[-2])
+    self.bus.send(("parameters",), done[-1])"""))),
+    "who listens is not told that buckets change": Wrong(
+        4, LATE, r"came back to rank 0, step\(\) had told of 0 that they change now",
+        edited("09_offload", "GatheredAfter.step", ('    seams.tell("update_begins", bucket)\n    ', "    "))),
+    "who listens is told when buckets have changed": Wrong(
+        4, LATE, r"came back to rank 0, step\(\) had told of 0 that they change now",
+        step(READY, "for bucket in self.buckets:\n    precision.keep_changes(bucket)", GATHER, GATHERED,
+             "for bucket in self.buckets:\n    seams.tell('update_begins', bucket)", STATISTICS, SPENT)),
     "a scale of 0 is none": Wrong(
         1, "test_the_host_updates_its_masters", r"after update 4 of AdamW",
         edited("09_offload", "HostState.update", ("if scale is not None:", "if scale:"))),
@@ -414,7 +435,6 @@ PAIRS = "both are of one length in every call that comes here"
 GPU = "it is for a scale on a GPU, and this lesson is graded on the CPU"
 FP32 = "float() gives a tensor of 32 bits back as it is, and no dtype has more than 4 and fewer than 8 bytes"
 NO_GRAPH = "nothing in it computes with a tensor that asks for a gradient"
-NOBODY = "who listens there is a checkpoint that is being written meanwhile, and none is graded"
 UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody could tell them from the reference
     "GatheredAfter.step: `self.reducer.complete()` a statement later":
         "edits go to the masters in any case, before or after the gradients are complete",
@@ -443,11 +463,9 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
     "GatheredAfter.step: `for pending in gathering:` a statement later": ORDER,
     "GatheredAfter.step: `replicas.broadcast_statistics(self.model, self.group)` a statement later": ORDER,
     "GatheredAfter.step: without @torch.no_grad()": NO_GRAPH,
-    "GatheredAfter.step: without `seams.tell('update_begins', bucket)`": NOBODY,
     "GatheredAfter.step: `seams.tell('update_begins', bucket)` a statement later": ORDER,
     "GatheredAfter.step: `self.buckets`: all_buckets":
         "stages 1 and 2 have no other buckets: only stage 3 makes some of frozen parameters",
-    "GatheredAfter.step: `seams.tell('update_begins', bucket)`, arguments 1 and 2 exchanged": NOBODY,
     "GatheredAfter.step: `collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, "
     "of=bucket, async` without of=bucket": "it says what is sent to who reads messages, and does not change it",
     "ReadAhead.through: `zip(stretches, [*stretches[1:], None], strict=True)` without strict=True": PAIRS,

@@ -96,7 +96,8 @@ def buffers_filled_again():
 
 
 def serving(assignment):
-    """What a host does here: the submission's HostState, which can also be given gradients."""
+    """What a host does here: the submission's HostState, which can also be given gradients, and notes how many masters
+    have changed whenever a shard leaves."""
 
     def serve(bus):
         class State(assignment.HostState):
@@ -105,8 +106,20 @@ def serving(assignment):
                 self.shards[number].has_gradient = True
                 self.bus.emptied(parcel)
 
+            def update(self, *given):
+                masters = [shard.master for shard in self.shards.values()]
+                first, send, self.changed = [master.detach().clone() for master in masters], self.bus.send, []
+
+                def sends(*what):
+                    self.changed.append(sum(not torch.equal(*pair) for pair in zip(masters, first, strict=True)))
+                    return send(*what)
+
+                self.bus.send = sends
+                super().update(*given)
+                del self.bus.send
+
             def alive(self, parcel):
-                self.bus.send((checks.live_bytes() - before,))
+                self.bus.send(((checks.live_bytes() - before, self.changed),))
 
         before = checks.live_bytes()
         state = State(bus)
@@ -194,7 +207,8 @@ UPDATED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def updated(assignment):
     """Of each dtype: after each of the updates of AdamW, the parcels that came (words, and what was in them), the
-    masters, and the bytes that the host keeps: as it says, and as tensors that live there."""
+    masters, the bytes that the host keeps, as it says and as tensors that live there, and how many masters had been
+    updated when each shard left."""
     found = []
     for dtype in UPDATED_DTYPES:
         host, parts = a_host(assignment, checks.Warm, {"lr": 1.0}, HOST_GROUPS, dtype), []
@@ -208,7 +222,7 @@ def updated(assignment):
             while (parcel := host.receive()).tensor is not None:
                 parcels.append((str(parcel.words), parcel.tensor.clone()))
                 host.emptied(parcel)
-            sizes = parcel.words[0][0], host.ask("alive")
+            sizes = parcel.words[0][0], *host.ask("alive")
             parts.append((parcels, [master_on(host, number) for number in sorted(SIZES)], sizes))
         host.end()
         found.append(parts)
@@ -274,12 +288,27 @@ def test_the_host_updates_its_masters(assignment):
                 pytrace=False)
 
 
-@pytest.mark.step(1, points=4, stuck=WAITS)
+@pytest.mark.step(1, points=1, stuck=WAITS)
+def test_each_shard_returns_as_soon_as_it_is_updated(assignment):
+    [found] = once(updated, 1, assignment)
+    for times, (*_, (_, _, changed)) in enumerate(itertools.chain(*found)):
+        assert changed == [1, 2, 3], (
+            f"in update {times % len(UPDATES) + 1} of AdamW the shards were sent when {in_turn(changed)} of 3 masters "
+            "had been updated, and 1, 2 and 3 are right: a shard goes back as soon as it is done, and crosses the bus "
+            "while the next is updated"
+        )
+
+
+def in_turn(numbers):
+    return " and ".join(", ".join(map(str, numbers)).rsplit(", ", 1)) or "none"
+
+
+@pytest.mark.step(1, points=3, stuck=WAITS)
 def test_each_shard_returns_in_its_dtype(assignment):
     [found] = once(updated, 1, assignment)
     for dtype, parts in zip(UPDATED_DTYPES, found, strict=True):
         before = None
-        for parcels, masters, (size, lives) in parts:
+        for parcels, masters, (size, lives, _) in parts:
             assert len(parcels) == 3, (
                 f"an update of 3 shards sent {len(parcels)} parcels back: each shard goes back by itself"
             )
@@ -947,14 +976,22 @@ def test_a_bucket_is_gathered_while_the_next_crosses(assignment):
 
 def after_a_step(assignment):
     """Of batch norm: the running mean before and after a step, and whether a second backward was refused. Of an edit:
-    how far the next step of SGD with lr 0, in eval() mode, moved the parameter that was edited."""
+    how far the next step of SGD with lr 0, in eval() mode, moved the parameter that was edited. And of how many of all
+    buckets step() had told who listens when the first came back."""
+    from zero_minimal.core import seams
+
     rank, found = dist.get_rank(), []
     for name in STAGES[:2]:
-        zero = getattr(assignment, name)(toys.build(Normed, rank), optim.SGD, lr=0.0)
+        zero = getattr(assignment, name)(toys.build(Normed, rank), optim.SGD, lr=0.0, bucket_bytes=64)
         weight, means, refused = zero.model.layers[0].weight, [zero.model.layers[1].running_mean.clone()], False
         zero.model(*toys.numbers(rank, 0)).backward()
         zero.model.eval()
-        zero.step()
+        told, then = set(), []
+        Spy(zero, lambda kind, told=told, then=then: kind == "back" and then.append(len(told)))
+        with seams.heard_by("update_begins", told.add):
+            zero.step()
+        buckets = len(zero.buckets)
+        telling = min(then[-buckets:], default=0), buckets
         zero.model.train()
         means.append(zero.model.layers[1].running_mean.clone())
         try:
@@ -974,7 +1011,7 @@ def after_a_step(assignment):
             zero.model(*toys.numbers(rank, 3)).backward()
         zero.step()
         alone = (weight.detach() - edited).abs().max().item()
-        found.append((means, refused, moved, alone))
+        found.append((means, refused, moved, alone, telling))
         zero.host.end()
     return found
 
@@ -995,7 +1032,8 @@ def step_in_a_group(assignment):
 def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
     results = once(after_a_step, 2, assignment)
     for rank, of_rank in enumerate(results):
-        for name, ((_, after), refused, _, alone), ((_, first), *_) in zip(STAGES, of_rank, results[0], strict=False):
+        for name, ((_, after), refused, _, alone, (told, buckets)), ((_, first), *_) in zip(
+                STAGES, of_rank, results[0], strict=False):
             assert torch.equal(after, first), (
                 f"{name}: after step() batch norm's running mean is {after[0]:.4g}, … on rank {rank} and "
                 f"{first[0]:.4g}, … on rank 0: replicas.broadcast_statistics gives all rank 0's"
@@ -1009,6 +1047,11 @@ def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
                 f"{name}: rank 0 alone ran a backward before step(), and step() moved nothing on rank {rank}. Who has "
                 "no gradient sends zeros: were all buckets handed over before the hosts update?"
             )
+            assert told == buckets, (
+                f"{name}: when the first of {buckets} buckets came back to rank {rank}, step() had told of {told} that "
+                'they change now: seams.tell("update_begins", bucket), for each, before the host is asked. If a saved '
+                "state is being written, what listens there waits for it: else that would be half old, half new"
+            )
     first, _, second = toys.run(step_in_a_group, 3, assignment)
     assert torch.equal(first, second), (
         "in a group of ranks 0 and 2 batch norm's running mean differs after step(): replicas.broadcast_statistics "
@@ -1018,7 +1061,7 @@ def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
 @pytest.mark.step(4, points=1, stuck=WAITS)
 def test_an_edit_goes_along(assignment):
     for rank, of_rank in enumerate(once(after_a_step, 2, assignment)):
-        for name, (_, _, moved, _) in zip(STAGES, of_rank, strict=False):
+        for name, (_, _, moved, *_) in zip(STAGES, of_rank, strict=False):
             assert moved < 1e-6, (
                 f"{name}: 1 was added to a parameter by hand on all ranks, while the model was in eval() mode, and "
                 f"step() of SGD with lr 0 moved it by {moved:.2g} on rank {rank}: the host's master did not know of "

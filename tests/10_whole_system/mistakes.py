@@ -287,6 +287,27 @@ WRONG |= {  # what strangers handed in, and had full marks
         4, "test_the_norm_is_computed_in_fp32", r"float16, .* the norm is \S+, and rank \d found \d",
         clip(norm="scale = self.gradient_scale or 1\nsquares = sum((each * scale).square().sum() for each in counted)\n"
                   "collectives.all_reduce(squares, op='sum', group=self.mesh.data_group)\nnorm = squares.sqrt()")),
+    "infinity over infinity": Wrong(
+        4, "test_step_is_clipped_to_it", r"after clip_grad_norm_\(inf\) .* used nan times the gradient, and 1 is right",
+        clip(scale="factor = max_norm / norm.clamp(min=max_norm)\nscale = self.gradient_scale\n"
+                   "self.gradient_scale = factor if scale is None else scale * factor")),
+    "nothing over nothing": Wrong(
+        4, "test_gradients_are_complete_before_they_are_read",
+        r"where no rank ran a backward: .* rank 0 has the norm 0 and the scale (nan|0), and 0 and 1 are right",
+        clip(scale="scale, one = self.gradient_scale, norm.new_ones(())\n"
+                   "factor = one if norm <= max_norm and norm else max_norm / norm * norm.sign()\n"
+                   "self.gradient_scale = factor if scale is None else scale * factor")),
+    "the caller's scale is multiplied": Wrong(
+        4, "test_a_loss_scale_is_taken_off", r"was put into self.gradient_scale. After .* rank 0's tensor holds ",
+        clip(scale="factor = precision.clip(None, norm, max_norm)\nif self.gradient_scale is None:\n"
+                   "    self.gradient_scale = factor\nelse:\n    self.gradient_scale *= factor")),
+    "norms and biases do not decay": Wrong(
+        3, "test_each_config_has_its_parts", r"made with weight_decay=0.1, and in group 1 of .* optimizer it is 0.0",
+        over_replicas(groups='[{"params": cut}, {"params": whole, "weight_decay": 0.0}]')),
+    "the slab is emptied in training alone": Wrong(
+        2, "test_each_pass_uses_the_slab_anew", r"(?s)the slab is full.*the second one is in eval\(\) mode",
+        keep_checkpoints(hook="self.model.register_forward_pre_hook("
+                              "lambda model, _: self.begin_forward() if model.training else None)")),
     "a scale that is dropped where the norm is small": Wrong(
         4, "test_a_loss_scale_is_taken_off", r"with a loss scale of 1024, clipped to 1e\+06",
         edited("10_whole_system", "System.clip_grad_norm_",

@@ -9,6 +9,7 @@ A mesh is D × M: D replicas of a model that M ranks share. Rank d · M + m has 
 
 import functools
 import itertools
+import math
 
 import checks
 import pytest
@@ -367,7 +368,8 @@ def slabs(assignment):
 
 
 ANEW = ("is the slab emptied before each forward pass that keeps checkpoints (begin_forward), and before no other? "
-        "Here a pass without a graph runs between a forward and its backward, which still needs what was kept")
+        "Here a pass without a graph runs between a forward and its backward, which still needs what was kept; and of "
+        "two passes with a graph the second one is in eval() mode")
 FULL = ("b·s·h numbers are a block's input, there are as many of them as blocks, and a forward pass keeps no more: is "
         "the slab as large, and is it emptied before each forward pass (begin_forward)?")
 WHOSE = "which ranks hold the same input: those of mesh.model_group, or those of mesh.data_group?"
@@ -466,12 +468,13 @@ def test_p_a_cuts_over_the_ranks_of_a_model(assignment):
 
 
 def several_passes(assignment):
-    """Losses of passes in each config: two with backward, one without a graph in between, two again."""
+    """Losses of two passes in each config, the second in eval() mode. Each has one without a graph between forward
+    and backward."""
     found = {}
     for name in ALL:
         system, losses = plain_system(assignment, name, 2), []
         for step in range(2):
-            loss = system.model(*batch_of(step, 2))
+            loss = system.model.train(step == 0)(*batch_of(step, 2))
             with torch.no_grad():
                 system.model(*batch_of(step + 2, 2))
             loss.backward()
@@ -584,12 +587,15 @@ def test_a_step_is_the_mean_of_the_replicas(assignment):
                 assert_mean(found[name][0], rank, world_size, model_parallel, name)
 
 
+OPTIONS = dict(lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+
+
 def holdings(assignment):
     """For C1 and C3: bytes of optimizer state and of parameters on this rank, in how many allocations gradient shards
-    lie, and how many of the shards' elements."""
+    lie, how many of the shards' elements, and the options of the optimizer's groups."""
     found = {}
     for name in ("C1", "C3"):
-        system = system_of(assignment, name, 2, optim.AdamW, lr=1e-3)
+        system = system_of(assignment, name, 2, optim.AdamW, **OPTIONS)
         system.model(*batch_of(0, 2)).backward()
         shards = system.reduced_gradients()
         memories = len({where(shard)[0] for shard in shards})
@@ -597,14 +603,15 @@ def holdings(assignment):
         system.step()
         states = [tensor for state in system.optimizer.state.values() for tensor in state.values() if tensor.ndim]
         found[name] = (sum(tensor.nbytes for tensor in states), 4 * sum(map(torch.numel, system.model.parameters())),
-                       memories, 4 * elements)
+                       memories, 4 * elements, [{option: group[option] for option in OPTIONS}
+                                                for group in system.optimizer.param_groups])
     return found
 
 
 @pytest.mark.step(3, points=2, stuck=MESH, left=MESH)
 def test_each_config_has_its_parts(assignment):
     for rank, found in enumerate(once(holdings, 4, assignment)):
-        for name, (state, parameters, memories, shards) in found.items():
+        for name, (state, parameters, memories, shards, groups) in found.items():
             assert state <= 2 * parameters / 2 * 1.1, (
                 f"{name}: rank {rank} of D × M = 2 × 2 holds {in_words(state)} of Adam's state for "
                 f"{in_words(parameters)} of parameters: {in_words(parameters)} are right, as D = 2 "
@@ -618,6 +625,11 @@ def test_each_config_has_its_parts(assignment):
                 f"{name}: rank {rank}'s reduced gradients are {in_words(shards)}, and it updates half of "
                 f"{in_words(parameters)}"
             )
+            for (number, group), option in itertools.product(enumerate(groups), OPTIONS):
+                assert group[option] == OPTIONS[option], (
+                    f"{name}: the system was made with {option}={OPTIONS[option]}, and in group {number} of rank "
+                    f"{rank}'s optimizer it is {group[option]}: `options` are those of all parameters"
+                )
 
 
 # ---------------------------------------------------------------------------------- step 4: the norm of the whole model
@@ -626,10 +638,11 @@ SCALE = 1 / 1024
 
 
 def clipped(assignment, model_parallel, name):
-    """What clip_grad_norm_ returns; bytes that it asks to send; whether the gradients stayed; how far the step went,
-    for a large max_norm, for 0.1, and with a loss scale for both."""
+    """What clip_grad_norm_ returns; bytes that it asks to send; whether the gradients stayed; what the loss scale is
+    then, for whom has put it there; how far the step went, for a max_norm without end, for 0.1, and with a loss scale
+    for a large one and 0.1, the last one as a tensor."""
     found = []
-    for max_norm, scale in ((1e6, None), (0.1, None), (1e6, SCALE), (0.1, SCALE)):
+    for max_norm, scale in ((math.inf, None), (0.1, None), (1e6, SCALE), (0.1, torch.tensor(SCALE))):
         system = system_of(assignment, name, model_parallel)
         before = {path: param.detach().clone() for path, param in system.model.named_parameters()}
         loss = system.model(*batch_of(0, model_parallel))
@@ -642,7 +655,7 @@ def clipped(assignment, model_parallel, name):
         stayed = all(torch.equal(one, other) for one, other in zip(shards, system.reduced_gradients(), strict=True))
         system.step()
         moved = {path: before[path] - param.detach() for path, param in system.model.named_parameters()}
-        found.append((float(norm), sum(call.bytes for call in calls.made), stayed, moved, list(norm.shape)))
+        found.append((float(norm), sum(call.bytes for call in calls.made), stayed, scale, moved, list(norm.shape)))
     return found
 
 
@@ -703,7 +716,7 @@ def test_step_is_clipped_to_it(assignment):
     for name, replicas, ranks, right, _, mean, found in cases(assignment):
         for rank, (large, small, *_) in enumerate(found):
             wanted = flat(parts_of(mean, ranks, rank))
-            for (*_, moved, shape), max_norm in ((large, 1e6), (small, 0.1)):
+            for (*_, moved, shape), max_norm in ((large, math.inf), (small, 0.1)):
                 factor = (flat(moved) @ wanted / (wanted @ wanted)).item()
                 must = min(1.0, max_norm / right)
                 assert factor == pytest.approx(must, rel=1e-3), (
@@ -727,7 +740,7 @@ def test_gradients_stay_as_they_were(assignment):
 def test_a_loss_scale_is_taken_off(assignment):
     for name, _, ranks, right, _, mean, found in cases(assignment):
         for (rank, of_rank), (at, max_norm) in itertools.product(enumerate(found), ((-2, 1e6), (-1, 0.1))):
-            norm, _, _, moved, _ = of_rank[at]
+            norm, _, _, scale, moved, _ = of_rank[at]
             assert _is(norm, right), (
                 f"{name}: the loss was multiplied by 1024, and self.gradient_scale is 1/1024; rank {rank} found the "
                 f"norm {norm:.5g}, and {right:.5g} is right: that of the gradients times this scale"
@@ -738,6 +751,11 @@ def test_a_loss_scale_is_taken_off(assignment):
             assert factor == pytest.approx(must, rel=1e-3), (
                 f"{name}: with a loss scale of 1024, clipped to {max_norm:g}, step() of rank {rank} used {factor:.4g} "
                 f"times the gradient, and {must:.4g} is right: clipping multiplies the scale that is there, also by 1"
+            )
+            assert scale == SCALE, (
+                f"{name}: a tensor of 1/1024 was put into self.gradient_scale. After clip_grad_norm_({max_norm}) rank "
+                f"{rank}'s tensor holds {float(scale):.3g}: it is the caller's, who may use it again in the next step. "
+                "The new scale is a new tensor"
             )
 
 
@@ -792,8 +810,9 @@ NOT_COMPLETE = ("a bucket may have no shard yet when clip_grad_norm_ is called, 
 
 
 def of_a_rank_without_backward(assignment):
-    """The norm where replica 1 ran no backward: its gradients count as zero, in the mean as in the norm. And what the
-    tensor that was returned holds when there is a second norm, of another batch."""
+    """The norm where replica 1 ran no backward: its gradients count as zero, in the mean as in the norm. What the
+    tensor that was returned holds when there is a second norm, of another batch. And the norm, and the scale after it,
+    where no rank ran a backward."""
     system, tokens = system_of(assignment, "C3", 2), batch_of(0, 2)
     if system.mesh.data_rank == 0:
         system.model(*tokens).backward()
@@ -802,14 +821,17 @@ def of_a_rank_without_backward(assignment):
     system.zero_grad()
     system.model(*tokens).backward()
     system.clip_grad_norm_(1e6)
-    return first, float(norm)
+    kept = float(norm)
+    system.zero_grad()
+    nothing = float(system.clip_grad_norm_(1.0))
+    return first, kept, nothing, 1.0 if system.gradient_scale is None else float(system.gradient_scale)
 
 
 @pytest.mark.step(4, points=1, raised=NOT_COMPLETE, stuck=NOT_COMPLETE, left=NOT_COMPLETE)
 def test_gradients_are_complete_before_they_are_read(assignment):
     first = of_the_replicas(4, 2)[0]
     right = flat(first).norm().item() / 2  # the mean of its gradient and of none
-    for rank, (norm, kept) in enumerate(once(of_a_rank_without_backward, 4, assignment)):
+    for rank, (norm, kept, nothing, scale) in enumerate(once(of_a_rank_without_backward, 4, assignment)):
         assert _is(norm, right), (
             f"C3 on D × M = 2 × 2, where replica 1 ran no backward: rank {rank} found the norm {norm:.5g}, and "
             f"{right:.5g} is right: a missing gradient counts as zero, and {NOT_COMPLETE}"
@@ -817,4 +839,8 @@ def test_gradients_are_complete_before_they_are_read(assignment):
         assert norm == kept, (
             f"rank {rank}: clip_grad_norm_ returned {norm:.5g}, and the tensor that it returned holds {kept:.5g} after "
             "the next call: return a new one each time"
+        )
+        assert nothing == 0 and scale == 1, (
+            f"C3 on D × M = 2 × 2, where no rank ran a backward: after clip_grad_norm_(1) rank {rank} has the norm "
+            f"{nothing:.5g} and the scale {scale:.5g}, and 0 and 1 are right: what is not too large is not scaled"
         )
