@@ -16,7 +16,8 @@ from zero_minimal.guards.views_from_outside import holders
 @seams.at("followed")
 def count_holders(reducer) -> None:
     stage = reducer.stage
-    ours = stage.own.__module__.startswith("zero_minimal.")  # a learner may keep views, too
+    # a learner's stage may keep views, too, or have no own()
+    ours = getattr(stage, "own", stage.step).__module__.startswith("zero_minimal.")
     flats = {bucket.flat: None for bucket in stage.buckets
              if ours and bucket.flat.gradients is not None}
     reducer.holders = {flat: held(reducer, flat) for flat in flats}
