@@ -92,7 +92,7 @@ def check_all(reducer) -> None:
 def check_owned(reducer) -> None:
     """Raise RuntimeError if the model has a parameter that its stage does not know, or has lost one
     that the stage knows."""
-    if not hasattr(reducer.stage, "all_buckets"):  # a learner's own set-up, which marks no parameter
+    if not hasattr(reducer.stage, "all_buckets"):  # a learner's own set-up marks no parameter
         return
     there = dict(reducer.stage.model.named_parameters())
     for name, param in there.items():
