@@ -29,7 +29,7 @@ from zero_minimal.guards.bucket_names import in_words
 LENGTH = 256  # bytes of a note
 TAG = 2**30  # of notes; the tags of data are smaller
 FINISHED = "finished"
-NAIVE = "all_reduce of gradients in"  # what naive.py sends first: gradients_of_one_rank.py
+NAIVE = "gradients in "  # of naive.py: what it sends first, and its moment
 CHECKPOINT = "a checkpoint to "  # save, load, …: saving.meet
 LOADED = ", states loaded: "
 CHANGED = ", changed in forward"
@@ -170,7 +170,7 @@ class Fingerprint:
                     f"{both}. Set the same on all ranks: a scheduler that looks at the loss needs "
                     "its mean over the ranks, collectives.all_reduce(loss)")
         edited = "parameters were edited, or loaded, on some ranks only or not alike"
-        edit = ("Edit alike on all ranks" if words.startswith(NAIVE) else
+        edit = ("Edit alike on all ranks" if words.startswith(f"all_reduce of {NAIVE}") else
                 "Edit under `with zero.gather_parameters():`, on all ranks, which compares them at "
                 "its end")
         if alike:

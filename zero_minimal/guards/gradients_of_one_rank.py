@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zero_minimal.core import seams
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards import changed_in_forward
+from zero_minimal.guards.collective_fingerprint import NAIVE
 from zero_minimal.guards.ownership import check_module
 from zero_minimal.guards.training_moment import rate_of
 
@@ -77,7 +78,7 @@ def say_more(naive) -> None:
         if param.grad is None:
             param.grad = torch.zeros_like(param)  # as average() does
         changed = naive.whole.changed or changed_in_forward.edited_by_hand(naive.whole)
-        param.grad._zero_of = (f"gradients in backward 1 of step {naive.steps}"
+        param.grad._zero_of = (f"{NAIVE}backward 1 of step {naive.steps}"
                                f"{rate_of(naive, naive.whole)}{changed}")
 
 

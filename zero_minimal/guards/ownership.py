@@ -13,7 +13,7 @@ from torch import nn
 from zero_minimal.core import seams
 from zero_minimal.core.layout import same_storage
 from zero_minimal.guards.reads_of_freed_parameters import FreedParameter
-from zero_minimal.guards.trained_by import LEFT_BEHIND, Mark, home_of, trained_by
+from zero_minimal.guards.trained_by import LEFT_BEHIND, Mark, home_of, is_released, trained_by
 
 
 @seams.at("model_given")
@@ -112,7 +112,7 @@ def check_left(param: nn.Parameter) -> None:
     """At stage 3, before a parameter is released. Raise RuntimeError if it points elsewhere, to
     other values: they would be lost."""
     unit, bucket = home_of(param)
-    if unit is None or not unit.whole or getattr(param, "_zero_released", False):
+    if unit is None or not unit.whole or is_released(param):
         return  # it has no values to lose
     if same_storage(param, bucket.parameters):
         return

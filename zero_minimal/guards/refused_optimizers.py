@@ -36,6 +36,8 @@ class Sample(nn.Parameter):
 
 
 class NotInTurn(GradPlaceholder):
+    """Stands in for the gradients of a trial's other parts while one part is updated."""
+
     why = ("step() must go over self.param_groups, which holds one shard at a time, and not over a "
            "list of its own")
 
@@ -122,14 +124,15 @@ def _tried(
         optimizer_class([group | {"params": params} for params in (held[:1], held[1:])], **options)
         for held in (matrices, parts))
     begun = [_kept(each) for each in (on_matrices, on_parts)]
+    waiting = [part.detach().as_subclass(NotInTurn) for part in parts]
     for gradient in gradients:
         for matrix, its_gradient in zip(matrices, gradient, strict=True):
             matrix.grad = its_gradient.clone()
         on_matrices.step()
         for number, (part, its_gradient) in enumerate(
                 zip(parts, gradient.view(-1).split([32, 16, 16]), strict=True)):
-            for other in parts:
-                other.grad = other.detach().as_subclass(NotInTurn)
+            for other, placeholder in zip(parts, waiting, strict=True):
+                other.grad = placeholder
             update(on_parts, on_parts.param_groups[min(number, 1)], part, its_gradient.clone())
     ended = [_kept(each) for each in (on_matrices, on_parts)]
     counted = [repr(kept) for kept in ended[0] | ended[1]

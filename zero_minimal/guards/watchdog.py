@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 import weakref
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -55,21 +56,26 @@ def waits_for(thread: int) -> tuple[object, str]:
     """The work that a thread waits for, ours or torch's, and in words where that is; "" if it waits
     for none."""
     stack = list(traceback.walk_stack(sys._current_frames().get(thread)))  # the innermost first
-    frames = [frame for frame, _ in stack]
+    work, name = work_of([frame for frame, _ in stack])
+    if not name:
+        return started, ""
+    line = users_line(traceback.StackSummary.extract(reversed(stack), lookup_lines=False))
+    return work, f"{name}, at {line}" if line else name
+
+
+def work_of(frames: list[FrameType]) -> tuple[object, str]:
+    """The work that a stack waits for, and the collective's name; None, "" if there is none."""
     codes = [frame.f_code for frame in frames]
-    work, name = started, ""
     if codes and codes[0].co_filename == c10d.__file__ and "work" in frames[0].f_locals:
-        work, name = frames[0].f_locals["work"], f"torch.distributed.{codes[0].co_name}()"
+        name = f"torch.distributed.{codes[0].co_name}()"
         if run_backward.__code__ in codes:
             name += (" inside backward (there other ranks may wait for a bucket of which this rank "
                      "uses no parameter: wrap the model with bucket_bytes=None)")
-    for frame in frames if not name else ():
-        if frame.f_code is Work.wait.__code__ and frame.f_locals["self"].call:
-            work = frame.f_locals["self"]
-            name = getattr(work.call.note, "words", work.call.name)
-            break
-    line = users_line(traceback.StackSummary.extract(reversed(stack), lookup_lines=False))
-    return work, ", at ".join(filter(None, [name, name and line]))
+        return frames[0].f_locals["work"], name
+    for frame in frames:
+        if frame.f_code is Work.wait.__code__ and (call := frame.f_locals["self"].call):
+            return frame.f_locals["self"], getattr(call.note, "words", call.name)
+    return None, ""
 
 
 def users_line(stack: traceback.StackSummary) -> str:

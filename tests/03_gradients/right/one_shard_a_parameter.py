@@ -45,7 +45,6 @@ class Stage2(Hooks):
         params = [param for param in model.parameters() if param in index]
         self.buckets = [Sharded(param, index[param], group) for param in reversed(params)]
         for param in model.parameters():
-            param._zero_stage = "Stage2"
             if param not in index:
                 dist.broadcast(param.data, 0, group=group)
         for buffer in model.buffers():

@@ -66,8 +66,6 @@ class Stage3(Hooks):
         for unit in self.units:
             unit.buckets = [Sharded(param, index.get(param, -1), group) for param in reversed(unit.params)]
         self.buckets = [part for unit in reversed(self.units) for part in unit.buckets if part.group_index >= 0]
-        for param in model.parameters():
-            param._zero_stage = "Stage3"
         for buffer in model.buffers():
             dist.broadcast(buffer, dist.get_global_rank(group or dist.group.WORLD, 0), group=group)
         self.optimizer = optimizers.over_shards(optimizer_class, options, groups, self.buckets)
