@@ -467,8 +467,8 @@ def test_units_inside_the_one_at_work_stay(stage_class):
             f"rank {rank} of 2 sent {in_words(sent)} in a first forward that calls a block twice, and an all-gather of "
             f"each unit sends {in_words(psi / 2)}. The block has a unit inside it, blocks.0.inner.0: was that freed "
             "when the block's turn came again, to be gathered once more? Units inside the one at work stay if they "
-            "are whole (unit in other.parents). It is the same with the root when the first backward begins: to free "
-            "the last block then costs a gather too many"
+            "are whole (unit in other.parents), and those around it (unit.parents). It is the same with the root when "
+            "the first backward begins: to free the last block then costs a gather too many"
         )
 
 
