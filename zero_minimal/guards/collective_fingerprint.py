@@ -35,9 +35,11 @@ LOADED = ", states loaded: "
 CHANGED = ", changed in forward"
 EDITED = ", edited by hand"
 REWRITTEN = ", gradients changed by hand"  # at stage 0, before the last step()
+UPDATED = ", last updated by gradients "  # of naive.py, which clips in place; and their checksum
 VALUES = ", parameters "  # and their checksum: a note ends with it, and no message shows it
 SCALED = ", after a clipped or unscaled one"  # a step; clipping itself sends nothing at stage 0
 SCALE = SCALED + r"( \([^)]*\))?"  # with its number
+UPDATE = UPDATED + r"\w+"
 SIZE = r", [\d,]+ bytes of \w+$"
 RATE = r" with (lr [^ ,]+)?( ?\w+=\S+?)*(?=, |$)"  # and other options
 
@@ -181,6 +183,10 @@ class Fingerprint:
                     f"alike, so parameters differ now: {both}. Put what only this rank knows, such "
                     "as a count of its tokens, into the loss; or change gradients by numbers that "
                     "all ranks have, collectives.all_reduce(count)")
+        if _but(UPDATE, words) == _but(UPDATE, self.words):
+            return ("gradients were clipped or changed before the last step() on some ranks only, "
+                    f"or not alike, so parameters differ now: {both}. Call clip_grad_norm_() on "
+                    "all ranks, with the same max_norm")
         if EDITED in words + self.words:
             return f"{edited}: {both}. {edit}"
         if CHANGED in words + self.words:

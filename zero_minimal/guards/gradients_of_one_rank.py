@@ -3,8 +3,11 @@ averages it. What changes it before that, changes it by each rank's own numbers.
 
 Seams: naive_wrapped, naive_averages.
 Mistakes: torch's clip_grad_norm_() after backward, zero.optimizer.step(), a backward pass after
-step(), sparse gradients; another learning rate, or other parameters, on one of the ranks.
+step(), sparse gradients; another learning rate, another clip_grad_norm_(), or other parameters,
+on one of the ranks.
 """
+
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from zero_minimal.core import seams
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards import changed_in_forward
-from zero_minimal.guards.collective_fingerprint import NAIVE
+from zero_minimal.guards.collective_fingerprint import NAIVE, UPDATED
 from zero_minimal.guards.ownership import check_module
 from zero_minimal.guards.training_moment import rate_of
 
@@ -52,6 +55,9 @@ def seen(gradient: torch.Tensor | None) -> tuple | None:
 def count_step(naive, *_) -> None:
     naive.steps += 1
     naive.used = {param: seen(param.grad) for param in naive.params}
+    totals = [used[-1] for used in naive.used.values() if used]
+    checksum = zlib.crc32(repr(totals).encode())
+    naive.updated = f"{UPDATED}{checksum:08x}" if any(totals) else ""
     naive.whole.changed = naive.whole.edited = ""
     changed_in_forward.all_alike(naive.whole.params)
 
@@ -79,7 +85,7 @@ def say_more(naive) -> None:
             param.grad = torch.zeros_like(param)  # as average() does
         changed = naive.whole.changed or changed_in_forward.edited_by_hand(naive.whole)
         param.grad._zero_of = (f"{NAIVE}backward 1 of step {naive.steps}"
-                               f"{rate_of(naive, naive.whole)}{changed}")
+                               f"{rate_of(naive, naive.whole)}{naive.updated}{changed}")
 
 
 def refuse_step(naive, *_) -> None:

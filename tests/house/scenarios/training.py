@@ -339,6 +339,15 @@ def _trained_beside(me):
         zero.zero_grad()
 
 
+@scenario("clipped on one rank alone", refused=r"clip_grad_norm_\(\).*on all", **APART)
+def _clipped_alone(me):
+    def clip(zero, step):
+        if me.rank == 0:
+            zero.clip_grad_norm_(0.01)
+
+    train(me, Chain(), each=clip)
+
+
 @scenario("an edit after backward on one rank alone", refused=EDITED, **APART)
 def _edited_alone(me):
     def edit(zero, step):
