@@ -9,7 +9,7 @@ import pytest
 from matplotlib.image import imread
 
 from zero_minimal import __main__ as program
-from zero_minimal.pictures.poster_page import COLUMN, HEIGHT, WIDTH, draw_poster
+from zero_minimal.pictures.poster_page import A3
 from zero_minimal.pictures.style import DOTS
 from zero_minimal.programs import poster
 
@@ -25,7 +25,7 @@ def test_the_committed_files_are_one_page_of_a3():
     assert png.stat().st_size < 1.5e6
     assert len(re.findall(rb"/Type /Page\b", pdf)) == 1
     (box,) = re.findall(rb"/MediaBox \[ ?0 0 ([\d.]+) ([\d.]+)", pdf)
-    assert [float(side) / 72 for side in box] == pytest.approx([WIDTH, HEIGHT], abs=0.01)
+    assert [float(side) / 72 for side in box] == pytest.approx(A3, abs=0.01)
 
 
 @pytest.mark.thorough
@@ -50,16 +50,13 @@ def test_the_committed_poster_is_what_the_command_draws(tmp_path):
     drawn, kept = (imread(folder / "poster.png") for folder in (tmp_path, FOLDER))
     assert drawn.shape == kept.shape and np.abs(drawn - kept).mean() < 0.002, (
         "figures of a lesson are others now: python -m zero_minimal poster lessons/10_whole_system")
-    for panel in (poster.conveyor(), poster.staircase(), poster.trays(), poster.holes()):
-        scale = panel.share * COLUMN / (panel.picture.shape[1] / DOTS)
-        assert SMALL * scale >= 6.5, panel.headline
-
-
-@pytest.mark.thorough
-def test_a_poster_that_would_run_off_the_page_is_refused():
-    panel = poster.ladder()
-    with pytest.raises(ValueError, match="inches too long"):
-        draw_poster("", "", ([panel] * 4, [panel]), poster.formulas(), "")
+    page = poster.poster()
+    page.draw_without_rendering()
+    pictures = [axis for axis in page.axes if axis.images]
+    assert len(pictures) == 5
+    for axis in pictures:
+        inches, pixels = axis.get_window_extent().width / page.dpi, axis.images[0].get_array().shape[1]
+        assert SMALL * inches / (pixels / DOTS) >= 6.5, axis.get_title(loc="left")
 
 
 def test_a_folder_that_is_not_there_is_answered_with_what_to_do(capsys):

@@ -85,7 +85,7 @@ def holes() -> Panel:
         f"A training is out of memory in {found['capacity'] / 2**20:.0f} MiB: {failure['requested'] / 2**20:.1f} MiB "
         f"are asked for, {failure['free'] / 2**20:.1f} MiB are free, in pieces of at most "
         f"{failure['largest_free'] / 2**20:.1f} MiB. What lives long is laid side by side, and it goes on."),
-        image_of(picture, bars), share=0.9)
+        image_of(picture, bars))
 
 
 def formulas() -> list[list[str]]:
