@@ -17,6 +17,7 @@ import toys
 from misuse import Coder, by_stage, by_stage_and_world, by_world, draw, in_ranks, loss_of, refused, what_is_said, wrap
 from thorough import sample
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.extensions.averages import Average
@@ -174,6 +175,9 @@ USES = {  # what somebody does, at which stages; what is said, "" if that is rig
                             "call zero.zero_grad() after zero.step() of model 4, a Sequential:"),
     "hook its step": (partial(change_after_a_step, lambda zero: zero.optimizer.register_step_post_hook(print)),
                       range(4), "zero.optimizer takes no step hooks"),
+    "torch's get_optimizer_state_dict": (
+        partial(change_after_a_step, lambda zero: get_optimizer_state_dict(zero.model, zero.optimizer)), range(4),
+        "saved_state.save(zero, folder)"),
     "replace data before the step": (swap_data, range(3), "change values in place, param.data.copy_("),
     "forget update": (partial(forget_update, False), [2], "call scaler.update() after it"),
     "unscale and forget update": (partial(forget_update, True), [2], "call scaler.update() after it"),

@@ -4,9 +4,11 @@ refused.
 Seams: optimizer_given, wrapped, update_begins.
 Mistakes: Muon, LBFGS or Adafactor, which look at whole matrices; an optimizer that counts its own
 steps, skips a step, asks for a group's number or for an attribute of a parameter; optimizer.step(),
-add_param_group() and optimizer.state[param], of which the stage would not know.
+add_param_group(), optimizer.state[param] and torch.distributed.checkpoint's get_state_dict(), of
+which the stage would not know.
 """
 
+import traceback
 import weakref
 from collections import defaultdict
 
@@ -207,6 +209,13 @@ def refuse_in_optimizer(stage) -> None:
                            "and counts would be wrong. Call what you need before or after "
                            "zero.step()")
 
+    def refuse_from(*_):
+        callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+        if "torch.distributed.checkpoint.state_dict" in callers:
+            raise RuntimeError("get_state_dict() and set_state_dict() of torch.distributed."
+                               "checkpoint take shards for whole parameters: call saved_state."
+                               "save(zero, folder) and load(), or zero.state_dict()")
+
     optimizer, drop = stage.optimizer, weakref.WeakMethod(stage.zero_grad)
     params = {id(param) for param in stage.model.parameters()}
 
@@ -215,6 +224,9 @@ def refuse_in_optimizer(stage) -> None:
 
     guard_state(optimizer)
     optimizer.register_load_state_dict_post_hook(guard_state)  # torch puts in another one
+    optimizer.register_state_dict_pre_hook(refuse_from)
+    optimizer.register_load_state_dict_pre_hook(refuse_from)
+    optimizer.register_step_pre_hook(refuse_from)
     optimizer.register_step_pre_hook(refuse)
     optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
     optimizer.add_param_group = refuse_group
