@@ -375,7 +375,8 @@ WRONG |= {  # right for some arguments, groups and calls
         beside_the_saved("tensors[place].dtype in (torch.int32, torch.uint8)")),
     "gradients of 16 bits are dropped": Wrong(
         2, "test_any_arguments", r"the gradient of argument \d is None instead of (bfloat16|float16)",
-        backward(end="return None, None, None, *[tensor.grad if tensor.dtype.itemsize > 2 else None for tensor in inputs]")),
+        backward(end="return None, None, None, *[tensor.grad if tensor.dtype.itemsize > 2 else None for tensor in "
+                     "inputs]")),
     "no random state with a group": Wrong(
         4, "test_what_is_gathered_is_the_input", r"result \d \(float64 \[.*\) is off by",
         backward(again="random_state_of(ctx.random) if ctx.keeper.group is None else ExitStack(), "

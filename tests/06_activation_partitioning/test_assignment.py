@@ -1126,11 +1126,11 @@ def test_it_comes_back_from_there(assignment):
         for rank, (*_, gradients) in enumerate(once(to_the_host, 2, assignment, cut)):
             assert_gradients(gradients, wanted_on_the_host(), f"to_host=True{' over 2 ranks' * cut}, rank {rank}",
                              "Is the copy filled with the tensor's values?")
+    wrong, = once(many_on_the_host, 1, assignment)
+    assert not wrong, f"of {MANY_COPIES} inputs that were kept at a time, {wrong} have a wrong gradient: {OWN}"
     for size, where in ((1, by_lots), (3, by_lots_in_groups)):
         for rank, lots in enumerate(once(functools.partial(where, to_host=True), size, assignment)):
             assert_lots(lots, 0, f"to_host=True{' and P_a' * (size > 1)}, rank {rank}")
-    wrong, = once(many_on_the_host, 1, assignment)
-    assert not wrong, f"of {MANY_COPIES} inputs that were kept at a time, {wrong} have a wrong gradient: {OWN}"
 
 
 def of_other_dtypes(assignment):
