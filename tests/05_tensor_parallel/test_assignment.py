@@ -878,8 +878,8 @@ def test_the_loss_sends_three_numbers_a_token(assignment, world_size):
     for rank, found in enumerate(once(vocabulary, world_size, assignment, toys.VOCABULARY)):
         phases = found["loss"][-1]
         assert not any(phases["logits"][:2]), (
-            f"rank {rank} of {world_size} sends {phases['logits'][1]:.0f} bytes for its logits, or waits for others: each "
-            "rank has x whole")
+            f"rank {rank} of {world_size} sends {phases['logits'][1]:.0f} bytes for its logits, or waits for others: "
+            "each rank has x whole")
         calls, sent, _ = phases["forward"]
         most = 2 * 3 * EACH * tokens * (world_size - 1) / world_size
         assert sent <= 1.02 * most + 64 * world_size * 3, (
