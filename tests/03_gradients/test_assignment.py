@@ -39,6 +39,7 @@ from sharded import (
     alike,
     assert_added_in_32,
     assert_kernel_agrees,
+    assert_no_barrier,
     assert_nothing_is_left,
     assert_overflow_is_shared,
     assert_sent,
@@ -172,6 +173,8 @@ def piled_up(when, most, rank):
 @pytest.mark.step(1, points=5)
 def test_backward_sends_a_reduce_scatter(stage_class):
     assert_sent(once(first_backward, 3, stage_class), 1, "backward", "a reduce-scatter of the gradients")
+    for rank, (*_, made) in enumerate(once(first_backward, 3, stage_class)):
+        assert_no_barrier(made, rank, "backward")
 
 
 @pytest.mark.step(1, points=4)
@@ -242,11 +245,17 @@ def test_a_backward_after_step_is_refused(stage_class):
         )
 
 
+def three_groups(model):
+    """Each has other options than the first."""
+    params = list(model.parameters())
+    return [{"params": params[::3]}, {"params": params[1::3], "lr": 3e-2, "betas": (0.5, 0.9), "weight_decay": 0.3},
+            {"params": params[2::3], "lr": 2e-3, "eps": 1e-2, "betas": (0.8, 0.7)}]
+
+
 RECIPES = {
     "AdamW with weight decay": (Recipe(options=dict(checks.ADAM, weight_decay=0.1)), "is weight decay there?"),
-    "two parameter groups": (
-        Recipe(options=checks.ADAM, groups=checks.matrices_decay),
-        "does each shard keep its group's learning rate and weight decay?",
+    "three parameter groups": (
+        Recipe(options=checks.ADAM, groups=three_groups), "does each shard keep all options of its group?",
     ),
     "frozen, tied and unused parameters": (
         Recipe(make=checks.Awkward, batch=checks.awkward_batch, options=dict(checks.ADAM, weight_decay=0.5),
@@ -316,6 +325,8 @@ def test_holds_shards_after_a_step(stage_class):
 def test_a_step_sends_as_much_as_data_parallelism(stage_class):
     assert_sent(once(first_step, 3, stage_class), 2, "a whole step",
                 "a reduce-scatter of gradients and an all-gather of parameters, as much as data parallelism,")
+    for rank, (*_, made) in enumerate(once(first_step, 3, stage_class)):
+        assert_no_barrier(made, rank, "a whole step")
     example = toys.build(model, 0, torch.bfloat16)
     share = sum(param.nbytes for param in example.parameters()) * 3 / 4
     spare = 2 * checks.most_padding(example, 4) + 1024
@@ -392,7 +403,8 @@ def test_micro_batches_wait_in_shards(stage_class):
             f"{in_words(LAYERS * LAYER / 2)}: in P_os+g each micro-batch is reduced, whole gradients have no place to "
             "wait"
         )
-    for rank, width in enumerate(toys.run(two_in_bf16, 2, stage_class)):
+    for rank, (width, scale) in enumerate(toys.run(two_in_bf16, 2, stage_class)):
+        assert scale in (None, 1.0), f"gradient_scale was 0.5, and after zero_grad() it is {scale} on rank {rank}"
         assert width == 2, (
             f"the parameters are in bf16, and after two micro-batches rank {rank}'s shards of gradients have {width} "
             "bytes an element: they keep the parameters' dtype, also when one is added to another"
@@ -400,11 +412,14 @@ def test_micro_batches_wait_in_shards(stage_class):
 
 
 def two_in_bf16(stage_class):
-    """Bytes an element of the shards after two micro-batches of a model in bf16."""
+    """Bytes an element of the shards after two micro-batches of a model in bf16; a scale after zero_grad()."""
     zero = stage_class(Given().bfloat16(), optim.SGD, lr=1.0)
     for _ in range(2):
         zero.model(torch.ones(60, dtype=torch.bfloat16)).backward()
-    return max(shard.element_size() for shard in zero.reduced_gradients())
+    width = max(shard.element_size() for shard in zero.reduced_gradients())
+    zero.gradient_scale = 0.5
+    zero.zero_grad()
+    return width, None if zero.gradient_scale is None else float(zero.gradient_scale)
 
 
 def memory_of_training(stage_class):

@@ -343,9 +343,9 @@ WRONG = {
     "draws a seed where dropout is 0": Wrong(
         5, "test_without_dropout_nothing_is_drawn", r"with a dropout of 0 attention has drawn random numbers on",
         attention(draws="with parallel_random(self.group) if self.training else nullcontext():")),
-    "one of 64 seeds": Wrong(
-        5, "test_all_ranks_draw_the_same_outside", r"40 times parallel_random\(\) on rank 0, and only \d+ of them drew",
-        parallel_random(begin="seed = 4 * int(torch.randint(64, ()))")),
+    "one of 4096 seeds": Wrong(
+        5, "test_all_ranks_draw_the_same_outside", r"400 times parallel_random\(\) on rank 0, and only \d+ of them",
+        parallel_random(begin="seed = 4 * int(torch.randint(4096, ()))")),
     "each rank goes on with a state of its own": Wrong(
         5, "test_all_ranks_draw_the_same_outside",
         r"After parallel_random\(\) rank 1 draws other numbers than rank 0",
@@ -402,6 +402,40 @@ WRONG |= {  # what strangers handed in, and had full marks
     if not hasattr(g, "kept") or g.kept.shape != x.shape or g.kept.dtype != x.dtype:
         g.kept = torch.empty_like(result)
     return g.kept.copy_(result)"""))),
+}
+
+VOCABULARY, ONE_SUM = "VocabularyParallelEmbedding.cross_entropy", "(total.log() - of_target).mean()"
+WRONG |= {  # right for some dtypes, shapes, groups and calls
+    "fp64 is added up in fp32": Wrong(
+        1, "test_f_and_g_in_a_group", r"in torch\.float64, .* is not right", g(
+            forward="total = x.float() if x.dtype == torch.float64 else x.clone()\n"
+                    "collectives.all_reduce(total, op='sum', group=group)", result="total.to(x.dtype)")),
+    "a single number is not added up": Wrong(
+        1, "test_f_and_g_in_a_group", r"of x \[\] in torch\.float32, .* is not right",
+        g(forward=SUM.replace("\ncollectives", "\nif x.dim():\n    collectives"))),
+    "a barrier in each row-parallel layer": Wrong(
+        2, "test_an_mlp_sends_two_all_reduces", r"made 1 all_reduce, 1 barrier in the forward of an MLP",
+        row(forward="[dist.barrier(self.group), g(F.linear(x, self.weight), self.group) + self.bias][1]")),
+    "parts are in fp32": Wrong(
+        2, "test_a_rank_owns_its_part_of_a_layer", r"it gives torch\.float32 \[",
+        shard(result="torch.cat(parts, dim).float()")),
+    "blocks of dimension 0 alone": Wrong(
+        3, "test_a_rank_owns_its_heads", r"dim 1, blocks 3, .* with other numbers", edited(
+            "05_tensor_parallel", "shard", ("ranks, size =", "blocks = blocks if dim == 0 else 1\n    ranks, size ="))),
+    "the loss changes its logits": Wrong(
+        4, "test_the_loss_is_that_of_whole_logits", r"cross_entropy changed the logits that it was given", edited(
+            "05_tensor_parallel", VOCABULARY, ("logits = logits - highest", "logits.data -= highest"))),
+    "a gradient of the loss of its own size": Wrong(
+        4, "test_the_loss_is_that_of_whole_logits", r"is right, .* The gradient of x, .*: it is 0\.333 times", edited(
+            "05_tensor_parallel", VOCABULARY,
+            (f"return {ONE_SUM}", f"loss = {ONE_SUM}\n    return loss.detach() + (loss - loss.detach()) / 3"))),
+    "fp16 stays fp16": Wrong(
+        4, "test_a_loss_in_sixteen_bits", r"of logits in fp16, .* is right", edited(
+            "05_tensor_parallel", VOCABULARY,
+            ("logits = logits.float()", "logits = logits if logits.dtype == torch.float16 else logits.float()"))),
+    "attention's numbers by the rank in the world": Wrong(
+        5, "test_all_ranks_draw_the_same_outside", r"or in an attention of this group", edited(
+            "05_tensor_parallel", "ParallelAttention.forward", ("parallel_random(self.group)", "parallel_random()"))),
 }
 
 RIGHT = {

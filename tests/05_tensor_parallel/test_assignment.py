@@ -6,6 +6,7 @@ names what went wrong and shows the evidence. In between, they run on the refere
 All numbers have mixed signs: with positive ones alone a split before a non-linearity would often be right.
 """
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -91,12 +92,14 @@ class Phases:
 
     def __call__(self, phase, function, *args):
         """function(*args), counted."""
-        with TrafficMeter() as meter:
+        with TrafficMeter() as meter, checks.Calls() as made:
             result = function(*args)
+        barriers = sum(call.name == "barrier" for call in made.made)
         calls = {name: count["calls"] for name, count in meter.collectives.items()}
         # the two halves of an all-reduce are one
         number = sum(calls.values()) - min(calls.get("reduce_scatter", 0), calls.get("all_gather", 0))
-        self.found[phase] = 0 if set(calls) == {"send"} else number, meter.sent_bytes, calls
+        number = (0 if set(calls) == {"send"} else number) + barriers
+        self.found[phase] = number, meter.sent_bytes, calls | ({"barrier": barriers} if barriers else {})
         return result
 
 
@@ -318,6 +321,48 @@ def test_f_and_g_send_one_all_reduce_each(assignment):
                 assert_messages(found[name][phases], wanted, 3, f"{name} alone{dtype}", rank)
 
 
+MANY = list(itertools.product(  # (shape, dtype, end, group): two groups in turn
+    ((), (1,), (0, 3), (5, 7)), (torch.float32, torch.float64, torch.bfloat16, torch.float16), ("f", "g"),
+    ((0, 1, 2), (1, 2))))
+
+
+def whole_numbers(rank, number, shape, dtype):
+    """Sums of these are exact in each dtype, and in no narrower one than fp64 if it is that."""
+    return ((4 * drawn(rank, number, *shape)).round().double() + (2**-40 if dtype == torch.float64 else 0)).to(dtype)
+
+
+def many_ends(file):
+    """{number: [value, gradient, x and the gradient that came, afterwards]} of many x that are under way together, and
+    how many barriers there were."""
+    rank, groups, begun = dist.get_rank(), {(0, 1, 2): None, (1, 2): dist.new_group([1, 2])}, {}
+    with checks.Calls() as calls:
+        for number, (shape, dtype, name, members) in enumerate(MANY):
+            if rank in members:
+                x, gradient = (whole_numbers(rank, number, shape, dtype) for number in (number, 1000 + number))
+                x.requires_grad_()
+                begun[number] = x, getattr(file, name)(x * 1, groups[members]), gradient
+        for x, y, gradient in begun.values():
+            backward(y, gradient)
+    return {number: [y.detach(), x.grad, x.detach(), gradient] for number, (x, y, gradient) in begun.items()}, sum(
+        call.name == "barrier" for call in calls.made)
+
+
+def assert_many_ends(ranks):
+    for rank, (found, barriers) in enumerate(ranks):
+        assert not barriers, f"f and g were called {len(found)} times each way on rank {rank}, with {barriers} barriers"
+        for number, ours in found.items():
+            shape, dtype, name, members = MANY[number]
+            x, gradient = ([whole_numbers(member, number, shape, dtype) for member in members]
+                           for number in (number, 1000 + number))
+            own = members.index(rank)
+            wanted = [x[own], sum(gradient)] if name == "f" else [sum(x), gradient[own]]
+            for what, one, right in zip(("result", "gradient of x", "x afterwards", "gradient that came, afterwards"),
+                                        ours, [*wanted, x[own], gradient[own]], strict=True):
+                assert one is not None and one.dtype == dtype and torch.equal(one, right), (
+                    f"{name} of x {list(shape)} in {dtype}, on rank {rank} in the group of ranks {members}, where many "
+                    f"x of two groups are under way: the {what} is not right: {one}, and not {right}")
+
+
 @pytest.mark.step(1, points=3, stuck=GROUP, left=GROUP, raised=GROUP)
 def test_f_and_g_in_a_group(assignment):
     members = (0, 2)
@@ -328,6 +373,7 @@ def test_f_and_g_in_a_group(assignment):
         for name in ("f", "g"):
             assert_end_forward(name, place, ranks[member][name], parts, GROUP)
             assert_end_backward(name, place, ranks[member][name], weights, GROUP)
+    assert_many_ends(toys.run(many_ends, 3, assignment))
 
 
 # ------------------------------------------------------------------------------- step 2: linear layers, cut in two ways
@@ -347,16 +393,41 @@ def parts_of_layers(file):
         layer = {"column": column, "row": row}[layer]
         part = layer.cut(kind, shared(10 + number, *shape))
         found[name] = part, part.untyped_storage().nbytes() // EACH, getattr(layer, kind).untyped_storage().nbytes()
-    return found, column.weight.detach(), held, own, refuses(file, 7)
+    return found, column.weight.detach(), shards(file, 1), held, own, refuses(file, 7)
 
 
 def refuses(file, size, **blocks):
-    """Whether shard() says by a ValueError that so many rows cannot be cut."""
-    try:
-        file.shard(torch.zeros(size, 3), 0, **blocks)
-    except Exception as error:
-        return isinstance(error, ValueError)
-    return False
+    """Whether shard() says by a ValueError that so many rows, and so many columns, cannot be cut."""
+    for dim in (0, 1):
+        try:
+            file.shard(torch.zeros(size, 3).transpose(0, dim), dim, **blocks)
+        except Exception as error:
+            if isinstance(error, ValueError):
+                continue
+        return False
+    return True
+
+
+def wholes(ranks, blocks):
+    """Tensors to cut: [(tensor, dim)]; their rows lie in order, or not."""
+    for dtype, dim, turned in itertools.product((torch.float64, torch.bfloat16, torch.int64), range(3), (False, True)):
+        shape = [2, 3, 5]
+        shape[dim] = 2 * blocks * ranks
+        whole = torch.arange(math.prod(shape)).to(dtype).view(shape) + (2**-40 if dtype == torch.float64 else 0)
+        yield whole.mT.contiguous().mT if turned else whole, dim
+
+
+def shards(file, blocks):
+    return [file.shard(whole, dim, blocks=blocks).contiguous() for whole, dim in wholes(dist.get_world_size(), blocks)]
+
+
+def assert_shards(parts, rank, world_size, blocks):
+    for part, (whole, dim) in zip(parts, wholes(world_size, blocks), strict=True):
+        wanted = torch.cat([block.chunk(world_size, dim)[rank] for block in whole.chunk(blocks, dim)], dim)
+        assert part.dtype == whole.dtype and torch.equal(part, wanted), (
+            f"shard() of a tensor {list(whole.shape)} in {whole.dtype}, dim {dim}, blocks {blocks}, on rank {rank} of "
+            f"{world_size}: it gives {part.dtype} {list(part.shape)}, with other numbers than the "
+            f"{ordinal(rank)} part of each block, {list(wanted.shape)}")
 
 
 LAYERS = (("ColumnParallelLinear's weight", "column", "weight", OUTPUTS, INPUTS),
@@ -386,6 +457,8 @@ def test_a_rank_owns_its_part_of_a_layer(assignment, world_size):
             assert torch.equal(part, wanted), (
                 f"{name}: the part of rank {rank} of {world_size} has other numbers than the {ordinal(rank)} of "
                 f"{world_size} equal parts" + same_part(ranks, name, rank))
+    for rank, (_, _, parts, *_) in enumerate(ranks):
+        assert_shards(parts, rank, world_size, 1)
     assert not torch.equal(ranks[0][1], ranks[1][1]), (
         "a new ColumnParallelLinear has the same weight on ranks 0 and 1: each rank must draw the whole weight "
         "(random_weight) and take its own part, else the layer has one half twice")
@@ -524,7 +597,7 @@ def test_nobody_holds_the_whole_layer(assignment, world_size):
                 "view of the whole, which stays as long as the view does")
             assert in_layer <= EACH * wanted, (
                 f"{name}: rank {rank} of {world_size} owns {in_layer} bytes, and its part has {EACH * wanted}")
-    for rank, (_, _, held, own, _) in enumerate(ranks):
+    for rank, (*_, held, own, _) in enumerate(ranks):
         assert held <= 1.2 * own, (
             f"two layers, of which rank {rank} of {world_size} owns {own} bytes: {held} bytes live because of them. "
             "Who still holds the whole weights?")
@@ -556,6 +629,7 @@ def attended(file):
     y = phases("forward", attention, x)
     phases("backward", backward, y, gradient)
     return {"y": y.detach(), "x": x.grad, "gradients": gradients_of(attention), "parts": parts, "phases": phases.found,
+            "shards": shards(file, 3),
             "refused": refuses(file, 5 * dist.get_world_size(), blocks=dist.get_world_size())}
 
 
@@ -581,6 +655,8 @@ def test_a_rank_owns_its_heads(assignment, world_size):
             assert part.shape == wanted.shape and torch.equal(part, wanted), (
                 f"the {name} of query_key_value on rank {rank} of {world_size}: query, key and value of this rank's "
                 f"heads are the {ordinal(rank)} part of each of three blocks, one after the other")
+    for rank, found in enumerate(once(attended, world_size, assignment)):
+        assert_shards(found["shards"], rank, world_size, 3)
 
 
 @pytest.mark.step(3, points=1)
@@ -653,8 +729,11 @@ def vocabulary(file, tokens):
         phases, embedding.weight.grad = Phases(), None
         x = (scale * shared(42, *inputs.shape, CONFIG.hidden)).requires_grad_()
         logits = phases("logits", embedding.logits, x)
-        loss = phases("forward", embedding.cross_entropy, logits + shift, targets)
-        phases("backward", backward, loss, torch.ones_like(loss))
+        given = logits + shift
+        before = given.detach().clone()
+        loss = phases("forward", embedding.cross_entropy, given, targets)
+        found["kept"] = torch.equal(given.detach(), before)
+        phases("backward", backward, loss, torch.full_like(loss, SCALE))
         found[name] = logits.detach(), loss.detach(), x.grad, embedding.weight.grad, phases.found
     return found
 
@@ -662,6 +741,7 @@ def vocabulary(file, tokens):
 # {case: (scale of x, added to all logits)}; in fp32 exp(100) is infinite, and exp(-300) is 0
 CASES = {"loss": (1.0, 0.0), "large": (60.0, 0.0), "low": (1.0, -300.0)}
 TOKENS = "token_embedding.weight"
+SCALE = 3.0  # of the loss, before backward
 
 
 def plain_vocabulary(tokens=toys.VOCABULARY):
@@ -674,7 +754,7 @@ def plain_vocabulary(tokens=toys.VOCABULARY):
         x = (scale * drawn(0, 42, *inputs.shape, CONFIG.hidden)).requires_grad_()
         logits = F.linear(x, weight) + shift
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
+        (SCALE * loss).backward()
         found[name] = logits.detach(), loss.detach(), x.grad, weight.grad
     return found
 
@@ -714,6 +794,7 @@ def assert_loss(assignment, world_size, tokens):
     ranks = once(vocabulary, world_size, assignment, tokens)
     for rank, found in enumerate(ranks):
         _assert_logits(found["loss"][0], plain["loss"][0], rank, world_size)
+        assert found["kept"], f"cross_entropy changed the logits that it was given, on rank {rank}: work on a copy"
     for rank, found in enumerate(ranks):
         where = f"on rank {rank} of {world_size}"
         for name in CASES:
@@ -796,8 +877,9 @@ def test_the_loss_sends_three_numbers_a_token(assignment, world_size):
     tokens = tokens_of(0)[0].numel()
     for rank, found in enumerate(once(vocabulary, world_size, assignment, toys.VOCABULARY)):
         phases = found["loss"][-1]
-        assert not phases["logits"][1], (
-            f"rank {rank} of {world_size} sends {phases['logits'][1]:.0f} bytes for its logits: each rank has x whole")
+        assert not any(phases["logits"][:2]), (
+            f"rank {rank} of {world_size} sends {phases['logits'][1]:.0f} bytes for its logits, or waits for others: "
+            "each rank has x whole")
         calls, sent, _ = phases["forward"]
         most = 2 * 3 * EACH * tokens * (world_size - 1) / world_size
         assert sent <= 1.02 * most + 64 * world_size * 3, (
@@ -894,7 +976,7 @@ def in_sixteen_bits(file):
     logits, ranks = logits_for(targets), dist.get_world_size()
     padding = ranks * len(embedding.weight) - toys.VOCABULARY
     own = F.pad(logits, (0, padding), value=-math.inf).chunk(ranks, -1)[dist.get_rank()]
-    found["given"] = embedding.cross_entropy(own, targets).detach()
+    found["given"] = [embedding.cross_entropy(part, targets).detach() for part in (own, own.half())]
     found["wide"] = embedding.cross_entropy(own.double(), targets).detach()
     return found
 
@@ -912,18 +994,19 @@ def test_a_loss_in_sixteen_bits(assignment):
             f"of logits in fp64 the loss on rank {rank} is {found['wide'].dtype}: it is fp32 whatever they are")
         assert near(found["loss"], loss, 2e-2), (
             f"with bf16 parameters the loss on rank {rank} is {found['loss']:.4g}, and {loss:.4g} in fp32")
-        assert near(found["given"], given, 1e-5), (
-            f"of logits in bf16, {LOGITS[0]:g} for the highest of each token, {LOGITS[1]:g} for its target and "
-            f"{LOGITS[2]:g} for all others, the loss on rank {rank} is {found['given']:.6g}, and {given:.6g} is right. "
-            f"In bf16 {LOGITS[0]:g} - {LOGITS[1]:g} is {LOGITS[0]:g}, and exp(-1) has 3 digits: what is computed "
-            "before the logits are fp32?")
+        for dtype, ours in zip(("bf16", "fp16"), found["given"], strict=True):
+            assert ours.dtype == torch.float32 and near(ours, given, 1e-5), (
+                f"of logits in {dtype}, {LOGITS[0]:g} for the highest of each token, {LOGITS[1]:g} for its target and "
+                f"{LOGITS[2]:g} for all others, the loss on rank {rank} is {ours:.6g}, and {given:.6g} is right. "
+                f"In bf16 {LOGITS[0]:g} - {LOGITS[1]:g} is {LOGITS[0]:g}, and exp(-1) has 3 digits: what is computed "
+                "before the logits are fp32?")
 
 
 # ------------------------------------------------------------------------ step 5: random numbers inside and outside
 
 
 WIDE = replace(DROPOUT, hidden=2 * CONFIG.heads * toys.SEQUENCE)  # a head has room for two numbers a position
-TIMES = 40  # regions, one after the other
+TIMES = 400  # regions, one after the other
 
 
 def dropped(file):
@@ -1052,8 +1135,8 @@ def draws(file):
     try:
         with file.parallel_random():
             inside.append(torch.rand(4))
-            raise KeyError("the test's own")
-    except KeyError:
+            raise KeyboardInterrupt("the test's own")
+    except KeyboardInterrupt:
         ended = "passed on"
     else:
         ended = "lost"
@@ -1069,8 +1152,11 @@ def draws_in_groups(file):
     """Numbers inside the context, from one state outside, in the group of ranks 0 and 1, or in that of 2 and 3."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(71)
-    with file.parallel_random(groups[dist.get_rank() // 2]):
-        return torch.rand(4)
+    group = groups[dist.get_rank() // 2]
+    with file.parallel_random(group):
+        drawn = torch.rand(4)
+    attention = file.ParallelAttention(DROPOUT, group)
+    return torch.cat([drawn, attention(torch.ones(2, toys.SEQUENCE, DROPOUT.hidden)).detach().flatten()])
 
 
 @pytest.mark.step(5, points=2)
@@ -1079,7 +1165,8 @@ def test_all_ranks_draw_the_same_outside(assignment, world_size):
     first, second, *others = once(draws_in_groups, 4, assignment)
     assert torch.equal(first, others[0]) and torch.equal(second, others[1]), (
         "ranks 0 and 1 are a group, and ranks 2 and 3. From the same state outside the two groups drew other numbers "
-        "inside parallel_random(group): a rank's numbers follow from the outside state and from its rank in the group")
+        "inside parallel_random(group), or in an attention of this group: a rank's numbers follow from the outside "
+        "state and from its rank in the group")
     ranks = toys.run(draws, world_size, assignment)
     for rank, (outside, inside, ended, many) in enumerate(ranks):
         assert ended == "passed on", f"an error inside parallel_random() did not come out of it on rank {rank}"
@@ -1090,6 +1177,8 @@ def test_all_ranks_draw_the_same_outside(assignment, world_size):
         drawn_inside = [number for part in inside for number in part.tolist()]
         assert not {number for part in outside for number in part.tolist()} & set(drawn_inside), (
             f"rank {rank} draws the same numbers outside as inside: outside must have moved on when it comes back")
+        assert not rank or not set(many) & set(ranks[0][-1]), (
+            f"in {TIMES} regions rank {rank} drew numbers that rank 0 drew in one of them, from the same state outside")
         assert len(set(many)) == TIMES, (
             f"{TIMES} times parallel_random() on rank {rank}, and only {len(set(many))} of them drew other numbers "
             "than all before: masks come again. Of how many possible seeds is the one inside?")

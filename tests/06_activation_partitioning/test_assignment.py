@@ -6,6 +6,8 @@ names what went wrong and shows the evidence. In between, they run on the refere
 
 import contextlib
 import functools
+import math
+import random
 import tracemalloc
 from unittest import mock
 
@@ -85,6 +87,128 @@ def alike(tensors, group=None):
 def gradients_of(module):
     """{name: gradient or False}"""
     return {name: False if param.grad is None else param.grad for name, param in module.named_parameters()}
+
+
+# ----------------------------------------------------------------------------------------------------- arguments by lot
+
+KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+SIZES = ((), (1,), (0, 3), (6, 4), (77, 55), (96, 56))
+LOTS = range(8)
+
+
+def pool_of(rank):
+    return numbers_of(rank, 100 * 56).double().abs()
+
+
+def laid_out(leaf, layout):
+    """A tensor with these numbers: as the leaf is, transposed, or with gaps."""
+    tensor = leaf.clone().mT.contiguous().mT if layout == 1 and leaf.ndim > 1 else leaf.clone()
+    return torch.stack([tensor, tensor], -1)[..., 0] if layout == 2 else tensor
+
+
+def by_lot(call, pool, lot, rate=0.0, group=None, **options):
+    """What comes of two passes through a function of a parameter and six tensors, whose dtypes, sizes, layouts and use
+    are drawn by lot, by name; and (what, how much, at most) was kept, sent and announced in the second."""
+    lots, leaves, seen, heard, ranks = random.Random(lot), [], [], [], dist.get_world_size(group) if group else 1
+    for place in range(6):
+        size, dtype = lots.choice(SIZES), lots.choice(KINDS)
+        leaf = (pool[place : place + math.prod(size)].view(size) * 2).to(dtype)
+        leaves.append(leaf.requires_grad_(dtype.is_floating_point and lots.random() < 0.7))
+    layouts, used = [lots.randrange(3) for _ in leaves], [True, *(lots.random() < 0.7 for _ in leaves)]
+    scales = nn.ParameterList(torch.full((1,), 0.51 + place) for place in range(7))
+
+    def function(first, pair, scale, *, named, others):
+        tensors = [first, *pair, named, *others.values()]
+        seen[:] = [(tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
+        return [(scale.view(1, 1) @ scale.view(1, 1)).float(), *(
+            torch.sin(nn.functional.dropout(tensor.double().contiguous(), rate) * factor)
+            if tensor.is_floating_point() else tensor + tensor
+            for tensor, factor in zip(tensors, list(scales)[1:], strict=True))]
+
+    def forward():
+        tensors = list(map(laid_out, leaves, layouts))
+        parts = [part_of(tensor.numel(), ranks) * tensor.itemsize if tensor.is_floating_point() else
+                 tensor.nbytes if options else tensor.untyped_storage().nbytes() for tensor in tensors]
+        given = {StorageWeakRef(tensor.untyped_storage()).cdata: tensor for tensor in tensors}
+        with torch.autocast("cpu", enabled=rate > 0 and lots.random() < 0.5):
+            results = call(function, tensors[0], tuple(tensors[1:3]), scales[0], named=tensors[3],
+                           others=dict(zip("ab", tensors[4:], strict=True)), group=group, **options)
+        return results, parts, [reference for _, reference in heard if reference.cdata in given]
+
+    def alive():
+        known = [*results, *(tensor for tensor, _ in seen), *(tensor.grad for tensor in (*leaves, *scales))]
+        return stock.alive() - sum(map(checks._bytes_in, known))
+
+    torch.manual_seed(lot)
+    with Stock([*leaves, *scales, pool]) as stock, host.announced(
+            lambda copy: heard.append((_named(copy), StorageWeakRef(copy.untyped_storage())))):
+        for _ in range(2):
+            heard.clear()
+            with checks.Calls() as first:
+                results, parts, themselves = forward()
+            held, on_host = alive(), sum(bytes_behind(reference) for _, reference in heard)
+            loss = sum(result.sum() for result, wanted in zip(results, used, strict=True)
+                       if wanted and result.requires_grad)
+            with checks.Calls() as second:
+                loss.backward()
+            del loss
+        results = [result.detach() for result in results]  # the graph goes
+        left, left_on_host = alive(), sum(bytes_behind(reference) for _, reference in heard)
+    cut = [part for part, leaf in zip(parts, leaves, strict=True) if leaf.is_floating_point()]
+    named = [*((f"result {place}", result) for place, result in enumerate(results)),
+             *((f"argument {place}, when the function ran last", tensor) for place, (tensor, _) in enumerate(seen)),
+             *((f"the gradient of argument {place}", leaf.grad) for place, leaf in enumerate(leaves)),
+             *((f"the gradient of parameter {place}", scale.grad) for place, scale in enumerate(scales))]
+    return {
+        **{name: tensor if tensor is None else tensor.detach().clone(memory_format=torch.contiguous_format)
+           for name, tensor in named},
+        **{f"whether argument {place} required a gradient then": required for place, (_, required) in enumerate(seen)},
+        "the next random number": torch.rand(1),
+    }, [
+        ("bytes that live between forward and backward", held, sum(parts) + SLACK),
+        ("bytes that live after backward", left, SLACK), ("collectives in forward", len(first.made), 0),
+        ("bytes that were sent in backward", sum(checks.sent_for(call, ranks) for call in second.made),
+         (ranks - 1) * sum(cut)),
+        ("barriers in backward", sum(call.name == "barrier" for call in second.made), 0),
+        ("arguments that are a copy for the host", len(themselves), 0),
+        ("arguments of which no copy was announced", len(leaves) - len(heard) if options else 0, 0),
+        ("bytes of copies for the host after backward", left_on_host, 0),
+        ("bytes between forward and backward on the device", held - on_host, SLACK if options else sum(parts) + SLACK),
+    ] if group or options else []
+
+
+def by_lots(assignment, rate=0.3, **options):
+    return [by_lot(assignment.checkpoint, pool_of(dist.get_rank()), lot, rate, **options) for lot in LOTS]
+
+
+def by_lots_in_groups(assignment, **options):
+    """Over all ranks and over the last two, in turn; None where this rank has no part in it."""
+    pool, size = pool_of(dist.get_rank()), dist.get_world_size()
+    groups = [dist.group.WORLD, dist.new_group([size - 2, size - 1])]
+    alike([pool])
+    return [by_lot(assignment.checkpoint, pool, lot, 0.3, groups[lot % 2], **options)
+            if lot % 2 == 0 or dist.get_rank() >= size - 2 else None for lot in LOTS]
+
+
+@functools.cache
+def plainly_by_lot(rank, lot, rate):
+    return by_lot(plainly, pool_of(rank), lot, rate)[0]
+
+
+def assert_lots(found, rank, where, rate=0.3):
+    """`rank`: whose numbers they worked on."""
+    for lot, (values, amounts) in [(lot, ours) for lot, ours in zip(LOTS, found, strict=True) if ours]:
+        of = f"{where}, a function of a parameter and six tensors of any dtype, size and layout:"
+        for name, right in plainly_by_lot(rank, lot, rate).items():
+            got, kinds = values[name], [f"{_named(value)} {list(value.shape)}" if isinstance(value, torch.Tensor)
+                                        else str(value) for value in (values[name], right)]
+            assert kinds[0] == kinds[1], f"{of} {name} is {kinds[0]} instead of {kinds[1]}"
+            if isinstance(right, torch.Tensor):
+                near = 1e-5 * right.double().abs().amax() if right.numel() and "gradient" in name else 0
+                off = (got.double() - right.double()).abs()
+                assert (off <= near).all(), f"{of} {name} ({kinds[0]}) is off by {off.max()}"
+        for name, amount, most in amounts:
+            assert amount <= most, f"{of} {name} are {amount:.0f}, and may be {most}"
 
 
 # --------------------------------------------------------------------- step 1: run without a graph, keep the input
@@ -343,8 +467,8 @@ def odd_backwards(assignment):
     call, rank = assignment.checkpoint, dist.get_rank()
     return (odd_call(call, rank, backward=True), frozen_and_twice(call, rank), once_more(call, rank),
             changed_between(call, rank), of_one_memory(call, rank), [
-                changed_beside(call, rank, dtype) for dtype in (torch.int64, torch.bool)],
-            with_one_detached(call, rank))
+                changed_beside(call, rank, dtype) for dtype in KINDS],
+            with_one_detached(call, rank), by_lots(assignment, 0.0))
 
 
 def with_one_detached(call, rank):
@@ -381,7 +505,7 @@ def changed_between(call, rank):
 
 
 def changed_beside(call, rank, dtype):
-    """Gradients of a layer whose function also takes integers or a mask, which were changed in place between forward
+    """Gradients of a layer whose function also takes a second tensor, which was changed in place between forward
     and backward; None from who refuses."""
     layer, x = toys.build(lambda: nn.Linear(5, 5), rank), numbers_of(rank, 3, 5)
     beside = torch.arange(5).remainder(2).to(dtype)
@@ -421,7 +545,7 @@ def frozen_and_twice(call, rank):
                                       "argument may want none; and where nothing inside wants one, there is nothing to "
                                       "go back through")
 def test_any_arguments(assignment):
-    for rank, (odd, other, more, changed, shared, beside, (partly, required)) in enumerate(
+    for rank, (odd, other, more, changed, shared, beside, (partly, required), lots) in enumerate(
             once(odd_backwards, 2, assignment)):
         assert_gradients(partly, with_one_detached(plainly, rank)[0],
                          f"rank {rank}, a function whose second result is detached inside",
@@ -448,7 +572,8 @@ def test_any_arguments(assignment):
                          "The second run began with what it is now, and nobody was told. Without a checkpoint autograd "
                          "refuses that backward: it knows the version of each tensor that was saved by "
                          "ctx.save_for_backward")
-        for dtype, of_it in zip((torch.int64, torch.bool), beside, strict=True):
+        assert_lots(lots, rank, f"rank {rank}", 0.0)
+        for dtype, of_it in zip(KINDS, beside, strict=True):
             assert_gradients(of_it or {}, changed_beside(lambda run, x, beside: run(x, beside.clone()), rank, dtype)
                              if of_it else {},
                              f"rank {rank}, a function that also takes a tensor of {dtype}, which was changed "
@@ -514,7 +639,7 @@ def with_dropout(call, rank):
     model, x = toys.build(functools.partial(Tower, 3, 0.3), rank), batch_of(rank)
     model.begin = toys.build(functools.partial(Rung, 7, 9, 0.3), rank)
     torch.manual_seed(toys.seed(rank, 77))
-    output = model(call(model.begin, x), call)
+    output = model(call(functools.partial(call, model.begin), x), call)  # one inside of another
     torch.rand(3)  # others draw numbers before backward
     output.square().mean().backward()
     return gradients_of(model), torch.rand(1).item()
@@ -541,7 +666,7 @@ AUTOCASTS = ((True,), (False,), (True, torch.float16))  # a CPU's own dtype is b
 
 
 def same_again(assignment):
-    return with_dropout(assignment.checkpoint, dist.get_rank())
+    return *with_dropout(assignment.checkpoint, dist.get_rank()), by_lots(assignment, 0.3)
 
 
 def autocasts(assignment):
@@ -554,17 +679,18 @@ DROPPED = ("Without dropout it would be right: in backward other numbers were dr
 
 @pytest.mark.step(3, points=6)
 def test_dropout_drops_the_same_again(assignment):
-    for rank, (found, _) in enumerate(once(same_again, 2, assignment)):
+    for rank, (found, _, lots) in enumerate(once(same_again, 2, assignment)):
         wanted = with_dropout(plainly, rank)[0]
         first = {name: wanted.pop(name) for name in list(wanted) if name.startswith("begin")}
         assert_gradients(found, wanted, f"rank {rank}, three checkpointed blocks with dropout", DROPPED)
         assert_gradients(found, first, f"rank {rank}, a block with dropout whose input requires no gradient",
                          f"{DROPPED} Its parameters want gradients, so it needs that, too")
+        assert_lots(lots, rank, f"rank {rank}, with dropout")
 
 
 @pytest.mark.step(3, points=2)
 def test_who_draws_next_draws_the_same(assignment):
-    for rank, (_, drawn) in enumerate(once(same_again, 2, assignment)):
+    for rank, (_, drawn, _) in enumerate(once(same_again, 2, assignment)):
         wanted = with_dropout(plainly, rank)[1]
         assert drawn == wanted, (
             f"rank {rank}: after the step the next random number is {drawn:.6f}, and {wanted:.6f} without checkpoints: "
@@ -790,7 +916,8 @@ def partitioned(assignment):
     found = [partitioned_step(assignment.checkpoint, group, dtype) for dtype in (torch.float32, torch.bfloat16)]
     partitioned_step(functools.partial(assignment.checkpoint, place=place), group)
     freed = sum(part.untyped_storage().nbytes() < part.nbytes for part in placed)
-    return found, freed, None if freed else once_more(assignment.checkpoint, dist.get_rank(), group)
+    return found, freed, None if freed else once_more(assignment.checkpoint, dist.get_rank(), group), (
+        by_lots_in_groups(assignment) if dist.get_world_size() == 3 else [None for _ in LOTS])
 
 
 def wanted_step(dtype=torch.float32):
@@ -807,7 +934,7 @@ SPENT = ("`gather` reads its part, and neither changes nor frees it: the graph m
                                                  "the same tensors in the same order")
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 def test_what_is_gathered_is_the_input(assignment, world_size):
-    for rank, (found, freed, more) in enumerate(once(partitioned, world_size, assignment)):
+    for rank, (found, freed, more, lots) in enumerate(once(partitioned, world_size, assignment)):
         for dtype, gradients in zip((torch.float32, torch.bfloat16), found, strict=True):
             assert_gradients(gradients, wanted_step(dtype), f"P_a over {world_size} ranks, rank {rank}, "
                              f"{str(dtype).removeprefix('torch.')}", ORDER)
@@ -817,6 +944,7 @@ def test_what_is_gathered_is_the_input(assignment, world_size):
         )
         assert_gradients(more or {}, once_more(plainly, 0) if more else {}, f"P_a over {world_size} ranks, "
                          f"rank {rank}, backward(retain_graph=True), then backward()", SPENT)
+        assert_lots(lots, 0, f"P_a over three ranks, or the last two, rank {rank}")
 
 
 def messages_of_a_step(assignment):
@@ -836,7 +964,10 @@ def messages_of_a_step(assignment):
         with checks.Calls() as backward:
             output.float().square().mean().backward()
         found.append((forward.sent(), backward.sent()))
-    return found[1:], index.nbytes
+    with checks.Calls() as many:
+        for _ in range(100):
+            call(torch.tanh, x[0, 0].clone().requires_grad_()).sum().backward()
+    return found[1:], index.nbytes, sum(made.name == "barrier" for made in many.made)
 
 
 def with_integers(x, index):
@@ -847,7 +978,9 @@ def with_integers(x, index):
 def test_one_gather_a_block_and_only_in_backward(assignment):
     world_size = 3
     share = MANY * 4 * part_of(NUMBERS, world_size) * (world_size - 1)
-    for rank, (((forward, backward), _, (_, narrow)), _) in enumerate(once(messages_of_a_step, world_size, assignment)):
+    for rank, (((forward, backward), _, (_, narrow)), _, barriers) in enumerate(
+            once(messages_of_a_step, world_size, assignment)):
+        assert not barriers, f"rank {rank} of {world_size} called {barriers} barriers in 100 steps: nobody waits here"
         assert forward <= 1024, (
             f"rank {rank} of {world_size} sent {in_words(forward)} in forward. To cut sends nothing: each rank has the "
             "whole input, and takes its part"
@@ -870,7 +1003,7 @@ def test_one_gather_a_block_and_only_in_backward(assignment):
 
 @pytest.mark.step(4, points=2, raised=CUT)
 def test_integers_stay_whole(assignment):
-    for rank, ((_, (_, backward), _), size) in enumerate(once(messages_of_a_step, 3, assignment)):
+    for rank, ((_, (_, backward), _), size, _) in enumerate(once(messages_of_a_step, 3, assignment)):
         most = 1.1 * 4 * part_of(BATCH * SEQUENCE * 7, 3) * 2 + 1024
         assert backward <= most, (
             f"rank {rank} of 3 sent {in_words(backward)} in backward of a block that takes {in_words(size)} of "
@@ -995,6 +1128,9 @@ def test_it_comes_back_from_there(assignment):
                              "Is the copy filled with the tensor's values?")
     wrong, = once(many_on_the_host, 1, assignment)
     assert not wrong, f"of {MANY_COPIES} inputs that were kept at a time, {wrong} have a wrong gradient: {OWN}"
+    for size, where in ((1, by_lots), (3, by_lots_in_groups)):
+        for rank, lots in enumerate(once(functools.partial(where, to_host=True), size, assignment)):
+            assert_lots(lots, 0, f"to_host=True{' and P_a' * (size > 1)}, rank {rank}")
 
 
 def of_other_dtypes(assignment):

@@ -106,6 +106,67 @@ def test_the_smallest_block_that_is_large_enough(assignment):
             before = sorted(holes)
 
 
+class Plain:
+    """A pool as it must be, slowly: lists [address, size, whether it is used, its range], by address."""
+
+    def __init__(self, slack, ranges):
+        self.slack, self.blocks = slack, [[*each, False, each] for each in sorted(ranges)]
+
+    def take(self, size):
+        fitting = [block for block in self.blocks if not block[2] and block[1] >= size]
+        if not fitting:
+            return None
+        block = min(fitting, key=lambda block: (block[1], block[0]))
+        address, room, _, whole = block
+        if room - size > self.slack:
+            self.blocks.insert(self.blocks.index(block) + 1, [address + size, room - size, False, whole])
+            block[1] = size
+        block[2] = True
+        return block
+
+    def give(self, block):
+        block[2] = False
+        blocks, self.blocks = self.blocks, []
+        for one in blocks:
+            if self.blocks and self.blocks[-1][2:] == one[2:] and not one[2]:
+                self.blocks[-1][1] += one[1]
+            else:
+                self.blocks.append(one)
+
+    def holes(self):
+        return [(address, size) for address, size, used, _ in self.blocks if not used]
+
+
+PLAIN_RANGES = (5000, 3000), (0, 5000), (9000, 60), (9100, 60)
+
+
+def beside_a_plain_one(assignment, gives):
+    """What a pool does first otherwise than a Plain one, in random requests, with and without a slack; "" if nothing.
+    gives: blocks are given back, too."""
+    chance = random.Random(toys.seed(0, 9))
+    for slack in (0, 7, 64):
+        pool, plain, live = pool_of(assignment, *PLAIN_RANGES, slack=slack), Plain(slack, PLAIN_RANGES), []
+        for _ in range(400 if gives else 60):
+            free = told(plain.holes())
+            if gives and live and chance.random() < 0.48:
+                block, right = live.pop(chance.randrange(len(live)))
+                what = f"give() of {right[1]} at {right[0]}"
+                pool.give(block)
+                plain.give(right)
+            else:
+                size = chance.randint(1, chance.choice((20, 70, 600)))
+                block, right = pool.take(size), plain.take(size)
+                what = f"take({size})"
+                got, wanted = in_numbers(block), right and tuple(right[:2])
+                if got != wanted:
+                    return f"slack {slack}, free are {free}: {what} gave {_block(got)}, and {_block(wanted)} is right"
+                live += [(block, right)] * (right is not None)
+            if list(pool.holes) != plain.holes():
+                return (f"slack {slack}, free are {free}: after {what} there are {told(pool.holes)}, and "
+                        f"{told(plain.holes())} is right")
+    return ""
+
+
 def split(assignment):
     """Of one range, taken piece by piece; with slack; and a size that fits exactly."""
     plain = after_each(pool_of(assignment, (1000, 100)), (30, 20, 50))
@@ -142,10 +203,12 @@ def test_what_is_too_much_is_split_off(assignment):
     assert found == (0, 89) and holes == [(89, 11)], (
         f"in a pool with slack 10, take(89) of a block of 100 gave {_block(found)} and left {told(holes)}: 11 too much "
         "is more than the slack")
+    (other,) = once(beside_a_plain_one, 1, assignment, False)
+    assert not other, f"of random requests in four ranges, with {other}"
 
 
 def _block(found):
-    return "None" if found is None else f"{found[1]} at {found[0]}"
+    return found if isinstance(found, str) else "None" if found is None else f"{found[1]} at {found[0]}"
 
 
 def refused(assignment):
@@ -221,7 +284,9 @@ def _numbers(order):
 def freed_twice(assignment):
     """What a second give() does: to a block that stands alone, and to one that another has swallowed."""
     seen = {}
-    for name, first in (("which is free", [0]), ("which is free and merged with its neighbour", [0, 1])):
+    for name, first in (("which is free", [0]), ("which is free and merged with its neighbour", [0, 1]),
+                        ("which is free and merged with the one before", [1, 0]),
+                        ("which is free and merged with both neighbours", [0, 2, 1])):
         for again in first:
             pool = pool_of(assignment, (0, 100))
             blocks = [pool.take(25) for _ in range(4)]
@@ -233,14 +298,17 @@ def freed_twice(assignment):
                 error = ""
             except Exception as raised:
                 error = type(raised).__name__
-            seen[f"{name}, number {again + 1}"] = error, before, list(pool.holes)
+            holes = list(pool.holes)
+            for number in {0, 1, 2, 3} - set(first):
+                pool.give(blocks[number])
+            seen[f"{name}, number {again + 1}"] = error, before, holes, list(pool.holes)
     return seen
 
 
 @pytest.mark.step(2, points=4)
 def test_a_block_is_freed_once(assignment):
     (seen,) = once(freed_twice, 1, assignment)
-    for name, (error, before, holes) in seen.items():
+    for name, (error, before, holes, later) in seen.items():
         point = "a block that is freed twice is part of what this step is about"
         what = f"{point}. A block {name} of four, was given back a second time, and give()"
         assert error, (
@@ -251,6 +319,9 @@ def test_a_block_is_freed_once(assignment):
             "before anything else is done")
         assert holes == before, (
             f"{what} raised ValueError, and changed what is free: {told(before)} before, {told(holes)} after it")
+        assert later == [(0, 100)], (
+            f"{what} raised ValueError. Then the other ones were given back, and free are {told(later)}: 100 at 0 is "
+            "right, as if nothing had been refused")
 
 
 def random_requests(assignment):
@@ -299,6 +370,8 @@ def test_used_and_free_are_all_there_is(assignment):
             assert one + bytes < other or other == 5000, (
                 f"{where} two free blocks touch, at {one} and {other}: they must be one")
         free = holes
+    (other,) = once(beside_a_plain_one, 1, assignment, True)
+    assert not other, f"of random requests in four ranges, of which two touch, with {other}"
 
 
 def replayed(assignment, requests, capacity):
@@ -382,11 +455,12 @@ def kept_in_a_slab(assignment):
     found = {}
     for dtype, name in KINDS:
         torch.manual_seed(toys.seed(0, 11))
-        sources = [torch.randn(3, 5), torch.randn(5, 4).t(), torch.randn(()), torch.randn(2, 6)[:, ::2], torch.randn(7)]
+        sources = [torch.randn(3, 5), torch.randn(5, 4).t(), torch.randn(()), torch.randn(2, 6)[:, ::2], torch.randn(7),
+                   torch.randn(2, 3, 4).permute(2, 0, 1)]
         sources = [source.to(dtype) for source in sources]
         sources[0].requires_grad_()
         wanted = [source.detach().clone() for source in sources]
-        slab = assignment.Slab(1000, dtype)
+        slab = assignment.Slab(sum(source.numel() for source in sources), dtype)
         storage = slab.memory.untyped_storage()
         start, room, kept, used = slab.memory.data_ptr(), storage.nbytes(), [], []
         for source in sources:
@@ -576,43 +650,46 @@ def test_with_p_a_the_slab_holds_a_part(assignment):
 
 
 def reset_before_backward(assignment):
-    """What backward does with a tensor that the slab has forgotten: error, and how far the gradient is off. Once the
-    memory is as it was, once another tensor lies there."""
+    """What backward does with the second tensor that the slab has forgotten: error, and how far the gradient is off.
+    Once the memory is as it was, once another tensor lies there; in a slab with a size, and in one that measured."""
     seen = {}
-    for overwritten in (False, True):
+    for overwritten, measured in ((False, False), (True, False), (False, True)):
         torch.manual_seed(toys.seed(0, 21))
         weight, x = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
-        slab = assignment.Slab(100)
+        slab = assignment.Slab(*[] if measured else [100])
+        if measured:
+            slab.keep(torch.ones(100))
+            slab.reset()
+        slab.keep(torch.ones(5))
         loss = (weight * slab.keep(x)).sum()
         slab.reset()
         if overwritten:
-            slab.keep(torch.zeros(4, 6))
+            slab.keep(torch.zeros(29))
         try:
             loss.backward()
             error = ""
         except RuntimeError as raised:
             error = str(raised)
-        seen[overwritten] = error, None if weight.grad is None else not torch.equal(weight.grad, x)
+        wrong = None if weight.grad is None else not torch.equal(weight.grad, x)
         slab.reset()
         fresh = (weight * slab.keep(x)).sum()  # the next round must work
         weight.grad = None
         fresh.backward()
-        seen[f"again {overwritten}"] = torch.equal(weight.grad, x)
+        seen[overwritten, measured] = error, wrong, torch.equal(weight.grad, x)
     return seen
 
 
 @pytest.mark.step(3, points=5, raised="after reset() the slab is used as before")
 def test_a_backward_after_reset_fails(assignment):
     (seen,) = once(reset_before_backward, 1, assignment)
-    for overwritten in (True, False):
-        error, wrong = seen[overwritten]
+    for error, wrong, again in [seen[True, False], seen[False, False], seen[False, True]]:
         what = ("then another tensor was kept, and backward computed a gradient that is wrong without a word"
                 if wrong else "then backward went through: the next keep() would have made it wrong without a word")
         assert error, (
-            f"a tensor was kept, a product of it was computed, and the slab was reset; {what}. Let reset() change "
-            "what it has handed out, for autograd, so that backward says so")
+            f"a second tensor was kept, a product of it was computed, and the slab was reset; {what}. Let reset() "
+            "change what it has handed out, for autograd, so that backward says so")
         assert "modified by an inplace operation" in error, f"backward after reset() raised something else: {error}"
-        assert seen[f"again {overwritten}"], "in the round after a reset() gradients are wrong"
+        assert again, "in the round after a reset() gradients are wrong"
 
 
 def measuring(assignment):
@@ -642,12 +719,18 @@ def measuring(assignment):
         tensor.untyped_storage().data_ptr() == slab.memory.untyped_storage().data_ptr() for tensor in again)
     idle = assignment.Slab()
     idle.reset()
-    before = checks.live_bytes()
-    large = assignment.Slab()
-    large.keep(torch.ones(4000))
-    large.reset()
-    more = checks.live_bytes() - before - 4 * 4000
-    return own, copies, elements, inside, [tensor.tolist() for tensor in again], idle.memory is None, refused, more
+    measured = [idle.memory is None]
+    idle.keep(torch.ones(3))
+    idle.reset()
+    measured.append(idle.memory is not None and len(idle.memory) == 3)
+    more = []
+    for large in (assignment.Slab(), assignment.Slab(4000)):
+        before = checks.live_bytes() - (0 if large.memory is None else large.memory.nbytes)
+        large.keep(torch.ones(4000))
+        if large.memory is None:
+            large.reset()
+        more.append(checks.live_bytes() - before - 4 * 4000)
+    return own, copies, elements, inside, [tensor.tolist() for tensor in again], all(measured), refused, max(more)
 
 
 @pytest.mark.step(3, points=4, raised="a slab without a size measures: memory is None until the first reset()")
@@ -670,11 +753,13 @@ def test_a_slab_without_a_size_measures_its_first_round(assignment):
         f"{'there is none' if elements is None else f'it has {elements}'}")
     assert inside and values == [[5.0] * 5, [8.0] * 8], (
         "in the round after the one that measured, what is kept does not lie in slab.memory with its values")
-    assert idle, "a round in which nothing was kept measured nothing: there is no memory to be allocated yet"
+    assert idle, (
+        "a round in which nothing was kept measured nothing: there is no memory to be allocated yet. The next one, in "
+        "which something is kept, measures")
     assert more < 4000, (
-        f"in its first round a slab kept a tensor of 16.0 kB, and nobody else holds tensor or copy. After reset() "
-        f"{in_words(more)} live beside slab.memory: the slab holds what it handed out, or was given, and nothing frees "
-        "it")
+        f"a slab of this size kept a tensor of 16.0 kB, or one without a size did in its first round, and nobody else "
+        f"holds tensor or copy. Then {in_words(more)} live beside slab.memory: the slab holds what it handed out, or "
+        "was given, and nothing frees it")
 
 
 # ------------------------------------------------------------------------------------------------- step 4: gradients
@@ -784,7 +869,7 @@ def test_gradients_are_held_once_and_models_not_at_all(assignment):
 
 def with_a_frozen_layer(assignment):
     """A slab for a model whose frozen layer is in bf16, and the others in fp32: (dtype, elements), or what it raised;
-    and how many elements want a gradient."""
+    how many elements want a gradient; and what came of models that must be refused."""
     model = toys.build(toys.MLP, 0)
     frozen = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
     frozen.to(torch.bfloat16).requires_grad_(False)
@@ -792,8 +877,19 @@ def with_a_frozen_layer(assignment):
     try:
         slab = assignment.gradients_in_slab(model)
     except ValueError as error:
-        return str(error), wanted
-    return (str(slab.memory.dtype), slab.memory.numel()), wanted
+        return str(error), wanted, []
+    refused = []
+    for name in ("of fp32 and bf16", "that is frozen"):
+        other = toys.build(toys.MLP, 0)
+        if name == "that is frozen":
+            other.requires_grad_(False)
+        other.layers[-1].to(torch.bfloat16)
+        try:
+            assignment.gradients_in_slab(other)
+            refused.append((name, "took it"))
+        except Exception as error:
+            refused.append((name, f"raised {type(error).__name__}"))
+    return (str(slab.memory.dtype), slab.memory.numel()), wanted, refused
 
 
 def of_another_dtype(assignment):
@@ -819,13 +915,17 @@ def of_another_dtype(assignment):
 
 @pytest.mark.step(4, points=1)
 def test_a_frozen_layer_may_be_of_another_dtype(assignment):
-    ((slab, wanted),) = once(with_a_frozen_layer, 1, assignment)
+    ((slab, wanted, refused),) = once(with_a_frozen_layer, 1, assignment)
     model = "of a model the first layer is frozen, and in bf16; all that want a gradient are in fp32"
     assert not isinstance(slab, str), (
         f"{model}. gradients_in_slab raised ValueError: {slab}. Only parameters that want a gradient have to be of one "
         "dtype on one device: which of them did you pass to `_kind_of`?")
     assert slab == ("torch.float32", wanted), (
         f"{model}. The gradient slab has {slab[1]} elements of {slab[0]}, and {wanted} of torch.float32 are right")
+    for name, said in refused:
+        assert said == "raised ValueError", (
+            f"of a model {name} gradients_in_slab {said}: it must raise ValueError at once, as `_kind_of` does for the "
+            "parameters that want a gradient, if they are of two dtypes or there are none")
     (seen,) = toys.run(of_another_dtype, 1, assignment)
     for name, (dtype, error, inside, same) in seen.items():
         assert not error, (
@@ -1077,6 +1177,39 @@ def test_compaction_leaves_one_free_block(assignment):
         f"{held[1]}: which of the two moves first? Go by where they lie, not by their age")
 
 
+def worked_in(assignment):
+    """What is wrong first in an arena in which tensors of random shapes come and go, and which is compacted now and
+    then; "" if nothing is."""
+    chance = random.Random(toys.seed(0, 33))
+    for number in range(400):
+        if number % 200 == 0:
+            room, live = (2000, 150)[number // 200], []
+            arena = assignment.Arena(room)
+        act = chance.random()
+        if act < 0.55:
+            shape = [chance.randint(1, 6) for _ in range(chance.randrange(4))]
+            if torch.Size(shape).numel() <= arena.largest_free // 4:
+                tensor = arena.allocate(shape).fill_(number)
+                if tensor.dim() > 1 and number % 2:
+                    tensor.transpose_(0, -1)
+                live.append((tensor, tensor.clone(), tensor.stride()))
+        elif act < 0.9 and live:
+            arena.free(live.pop(chance.randrange(len(live)))[0])
+        else:
+            live.sort(key=lambda entry: entry[0].data_ptr())
+            arena.compact()
+            places = [tensor.data_ptr() for tensor, *_ in live]
+            if places != sorted(places):
+                return "they lie in another order than before"
+            used = sum(tensor.numel() for tensor, *_ in live)
+            if list(arena.pool.holes) != [(used, room - used)] * (used < room):
+                return f"{told(arena.pool.holes)} is free, and {room - used} at {used} is right"
+        for tensor, value, stride in live:
+            if tensor.shape != value.shape or tensor.stride() != stride or not torch.equal(tensor, value):
+                return f"a tensor of shape {list(value.shape)} has other numbers, another shape or other strides"
+    return ""
+
+
 def followed(assignment):
     """Tensors of many kinds after compact(): the same objects, shapes, strides, values."""
     arena = assignment.Arena(400)
@@ -1097,12 +1230,13 @@ def followed(assignment):
     seen = {name: (torch.equal(tensor.detach(), wanted[name][0]) if list(tensor.shape) == wanted[name][1] else False,
                    list(tensor.shape), tuple(tensor.stride()) == tuple(wanted[name][2]),
                    tensor.untyped_storage().data_ptr() == inside) for name, tensor in tensors.items()}
-    return seen, {name: shape for name, (_, shape, _) in wanted.items()}, weight.is_leaf and weight.requires_grad
+    shapes = {name: shape for name, (_, shape, _) in wanted.items()}
+    return seen, shapes, weight.is_leaf and weight.requires_grad, worked_in(assignment)
 
 
 @pytest.mark.step(5, points=4, raised="every tensor that the arena has handed out must point to its new place")
 def test_tensors_follow_where_they_are_moved(assignment):
-    ((seen, shapes, leaf),) = once(followed, 1, assignment)
+    ((seen, shapes, leaf, other),) = once(followed, 1, assignment)
     for name, (same, shape, strides, inside) in seen.items():
         assert shape == shapes[name], f"after compact() the tensor {name} has shape {shape}"
         assert inside, (
@@ -1112,6 +1246,7 @@ def test_tensors_follow_where_they_are_moved(assignment):
             f"after compact() the tensor {name} has other values: do its holders see the new place, and did all of its "
             "numbers arrive there?")
     assert leaf, "a parameter in the arena is no parameter any more after compact()"
+    assert not other, f"in an arena of 2000, or of 150, where many tensors come and go, after a compact() {other}"
 
 
 GAPS = (1, 3, 700, 2**18 - 1, 2**18 + 1)

@@ -72,7 +72,7 @@ def unpack(filled, load):
 @torch.no_grad()
 def all_reduce(tensors, buffers, op="avg"):
     dtype, tensors = buffers.buffers[0].dtype, list(tensors)
-    if any(torch.promote_types(tensor.dtype, dtype) != dtype for tensor in tensors):
+    if any(not tensor.is_floating_point() or torch.promote_types(tensor.dtype, dtype) != dtype for tensor in tensors):
         raise ValueError("the buffers would round this")
     if any(tensor.device != buffers.buffers[0].device for tensor in tensors):
         raise ValueError("the buffers lie elsewhere")

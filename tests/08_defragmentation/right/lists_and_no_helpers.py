@@ -83,6 +83,8 @@ class Slab:
 
 def gradients_in_slab(model):
     wanted = [param for param in model.parameters() if param.requires_grad]
+    if len({(param.dtype, param.device) for param in wanted}) != 1:
+        raise ValueError("parameters of one dtype on one device are wanted")
     slab = Slab(sum(map(torch.numel, wanted)), wanted[0].dtype, wanted[0].device)
 
     def moved(param):
