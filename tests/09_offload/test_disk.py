@@ -26,7 +26,7 @@ from zero_minimal.programs import report
 from zero_minimal.programs.offload_flags import Offload
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
-import test_offload as memory  # noqa: E402
+import offloaded as memory  # noqa: E402
 
 pytestmark = pytest.mark.thorough
 
@@ -57,71 +57,19 @@ def test_edits_states_and_checkpoints(stage, tmp_path):
     toys.run(memory.edits_and_states, 2, str(tmp_path), stage, disk=str(tmp_path), host_budget=BUDGET)
 
 
-# -------------------------------------------------------------------------------------------- read ahead, write behind
-
-
-class SlowFile:
-    """In memory. Writes take longer than reads; it keeps what happened when."""
-
-    def __init__(self, size, seconds):
-        self.memory, self.seconds = torch.zeros(size, dtype=torch.uint8), seconds
-        self.spans = []  # (what, byte at which it began, when, until when)
+class OnFire:
+    """A file to which nothing can be written."""
 
     def read(self, begin, into):
-        start = time.monotonic()
-        time.sleep(self.seconds)
-        into.copy_(self.memory[begin : begin + into.numel()])
-        self.spans.append(("read", begin, start, time.monotonic()))
+        into.zero_()
 
     def write(self, begin, tensor):
-        start = time.monotonic()
-        for place in range(0, tensor.numel(), 64):  # whoever reads or fills meanwhile has a mixture
-            time.sleep(2 * self.seconds * 64 / tensor.numel())
-            self.memory[begin + place : begin + place + 64] = tensor[place : place + 64]
-        self.spans.append(("write", begin, start, time.monotonic()))
-
-
-def pass_through(count, rounds, seconds=0.0, work=0.0):
-    """Add 1 to all but the gradients of `count` stretches, `rounds` times: the file, the stretches, seconds."""
-    stretches = files.laid_out((64, {"gradient": torch.uint8, "master": torch.uint8, "state": torch.uint8})
-                               for _ in range(count))
-    file = SlowFile(192 * count, seconds)
-    ahead, start = ReadAhead(file, 192), time.monotonic()
-    for _ in range(rounds):
-        for stretch, buffer in zip(stretches, ahead.through(stretches), strict=True):
-            time.sleep(work)
-            buffer.memory[stretch.changes :] += 1
-    for stretch in stretches:
-        stretch.written.result()
-    assert ahead.read == 192 * count * rounds and ahead.written == 128 * count * rounds
-    return file, stretches, time.monotonic() - start
-
-
-@pytest.mark.parametrize("count", (1, 2, 3, 4, 7))
-def test_what_is_on_its_way_to_the_file_is_waited_for(count):
-    file, _, _ = pass_through(count, 4, seconds=0.004)
-    parts = file.memory.view(count, 3, 64)
-    assert (parts[:, 0] == 0).all() and (parts[:, 1:] == 4).all()
-
-
-def test_reads_and_writes_go_on_beside_the_work():
-    """8 stretches that take 20 ms to read, 40 to write, 40 to work on: one after the other 800 ms."""
-    file, stretches, seconds = pass_through(8, 1, seconds=0.02, work=0.04)
-    assert seconds < 0.6, seconds
-    reads = {begin: start for kind, begin, start, _ in file.spans if kind == "read"}
-    writes = {begin: start for kind, begin, start, _ in file.spans if kind == "write"}
-    for one, two in zip(stretches, stretches[1:], strict=False):
-        assert reads[two.start] < writes[one.start + one.changes] - 0.02  # while there was work on the one before
+        raise RuntimeError("the disk is on fire")
 
 
 def test_a_write_that_failed_is_told_when_the_shard_is_needed():
-    stretches, file = files.laid_out([(64, {"gradient": torch.uint8, "master": torch.uint8})]), SlowFile(128, 0)
-
-    def fails(begin, tensor):
-        raise RuntimeError("the disk is on fire")
-
-    file.write = fails
-    ahead = ReadAhead(file, 128)
+    stretches = files.laid_out([(64, {"gradient": torch.uint8, "master": torch.uint8})])
+    ahead = ReadAhead(OnFire(), 128)
     list(ahead.through(stretches))
     with pytest.raises(RuntimeError, match="on fire"):
         list(ahead.through(stretches))
