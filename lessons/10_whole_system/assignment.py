@@ -57,8 +57,8 @@ class ConstantMemory(GradientMemory):
     def __init__(self, buckets: list[Bucket], group=None):
         """Makes `constant_buffers`, the two buffers, and `slab`, which holds all shards."""
         # step 1: `constant_buffers` are two buffers, each of which holds any of the buckets and no
-        # more. `slab` is one allocation, of zeros, with a place for this rank's shard of each
-        # bucket. All is made here, once. ValueError for buckets of several dtypes or devices.
+        # more. `slab` is one allocation, with a place for this rank's shard of each bucket. All is
+        # made here, once. ValueError for buckets of several dtypes or devices.
         # - kind_of(buckets): (dtype, device) of them all, or ValueError
         # - ConstantBuffers(size, dtype=…, device=…, group=…): lesson 07's two buffers. size: bytes
         #   of each
@@ -167,7 +167,7 @@ class System:
         # step 2: in forward each block of the model keeps its input alone, [b, s, h]. With
         # config.partition each rank keeps its part, over the ranks that have copies. With
         # config.to_host it goes to host memory; else into self.slab, a Slab that has room for what
-        # one forward pass keeps, no more, and is used anew in each (begin_forward).
+        # one forward pass keeps, no more, is made here, and is used anew in each (begin_forward).
         # - checkpoint_blocks(model, group=…, to_host=…, place=…): lesson 06's. Over `group` an
         #   input is cut, into parts of b·s·h/M numbers, rounded up; None: it is not cut. `place`
         #   copies a tensor to where it is kept; None: each gets memory of its own.
@@ -203,7 +203,7 @@ class System:
         # step 4: return the norm of the gradient of the model that all ranks of the mesh train,
         # times self.gradient_scale. Each of its elements counts once. self.gradient_scale, which
         # step() multiplies with, has become smaller where the norm is larger than max_norm. The
-        # gradients are as they were.
+        # gradients are as they were. A norm that is inf or NaN is returned, too.
         # - self.zero.reduced_gradients(): ends what is left of backward, with its collectives. Then
         #   each bucket of self.zero.buckets has its shard.
         # - bucket.gradient_shard [padded / D], bucket.group_index: the number of its param_group,

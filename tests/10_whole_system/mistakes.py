@@ -81,10 +81,9 @@ WRONG = {
         1, "test_two_buffers_and_a_slab_are_all_there_is",
         r"ConstantMemory takes \S+ kB, and \S+ kB are right: two buffers.*How large must a buffer be",
         memory(size="sum(bucket.padded for bucket in buckets) * dtype.itemsize")),
-    "buffers of a fixed size, larger than the gradients": Wrong(
-        1, "test_two_buffers_and_a_slab_are_all_there_is",
-        r"with \S+ kB of parameters.*ConstantMemory takes 8\.\d MB, and \S+ kB are right",
-        memory(size="4 * 2**20")),
+    "the first bucket decides": Wrong(
+        1, "test_two_buffers_and_a_slab_are_all_there_is", r"it raised RuntimeError",
+        memory(size="buckets[0].padded * dtype.itemsize")),
     "the slab holds whole gradients": Wrong(
         1, "test_two_buffers_and_a_slab_are_all_there_is", r"takes \S+ kB, and \S+ kB are right.*how many shards of a",
         memory(shards="[bucket.padded for bucket in buckets]",
@@ -119,12 +118,13 @@ WRONG = {
         1, "test_shards_stay_in_the_slab", r"the \d+ gradient shards of rank 0 lie in \d+ allocations",
         memory(slab="self.slab = None",
                homes="self.home_of = {bucket: torch.zeros_like(bucket.parameter_shard) for bucket in buckets}")),
-    "new memory for each shard": Wrong(
-        1, "test_shards_stay_in_the_slab", r"lie in \d+ allocations",
-        shard("return torch.empty_like(self.home_of[bucket])")),
     "a new bucket each time": Wrong(
         1, "test_whole_gradients_take_turns_in_two_buffers", r"whole\(\) of rank 0 gave memory of \d+ allocations",
         whole("return bucket.zeros()")),
+    "a later micro-batch arrives in the other buffer": Wrong(
+        1, "test_whole_gradients_take_turns_in_two_buffers", r"one bucket after the other the same buffer, \d+ times",
+        shard("home = self.home_of[bucket]\nreturn home if bucket.gradient_shard is None else "
+              "self.constant_buffers.take()[: len(home)]")),
     "one buffer, again and again": Wrong(
         1, "test_whole_gradients_take_turns_in_two_buffers",
         r"gave one bucket after the other the same buffer, \d+ times",
@@ -137,11 +137,15 @@ WRONG = {
         r"in \[\d+, \d+\] elements on ranks 0 and 1: a buffer still holds what was sent",
         whole("return self.constant_buffers.take()[: bucket.padded]")),
     "the second micro-batch arrives on the first one's sum": Wrong(
-        1, "test_micro_batches_add_up", r"twice the second one's gradient: its average arrived where the first one's",
+        1, "test_micro_batches_add_up", r"twice the last one's gradient: its average arrived where the sum lay",
         shard("return self.home_of[bucket]")),
     "the first dtype is everybody's": Wrong(
-        1, "test_buffers_are_of_the_buckets_kind", r"was taken without a word",
+        1, "test_buffers_are_of_the_buckets_kind", r"were taken without a word",
         memory(kind="dtype, device = buckets[0].dtype, buckets[0].device")),
+    "dtypes of one size are alike": Wrong(
+        1, "test_buffers_are_of_the_buckets_kind", r"'float16'.*'bfloat16'.* were taken without a word",
+        memory(kind="dtype, device = buckets[0].dtype, buckets[0].device\n"
+                    "if len({bucket.dtype.itemsize for bucket in buckets}) > 1:\n    raise ValueError('two dtypes')")),
     "buffers of fp32, whatever the buckets are": Wrong(
         1, "test_buffers_are_of_the_buckets_kind", KIND,
         memory(buffers="ConstantBuffers({size} // dtype.itemsize * 4, device=device, group=group)")),
@@ -153,12 +157,12 @@ WRONG = {
         1, "test_buffers_are_of_the_buckets_kind", KIND,
         memory(slab="self.slab = torch.zeros(sum(shards), device=device)")),
     "buffers for all ranks": Wrong(
-        1, "test_buffers_are_of_the_buckets_kind", r"a backward on a group of one rank: it raised",
+        1, "test_buffers_are_of_the_buckets_kind", r"a backward on the groups .* it raised",
         memory(buffers="ConstantBuffers({size}, dtype=dtype, device=device)")),
 
     "the slab holds whole inputs, and parts are kept": Wrong(
         2, "test_the_slab_is_as_large_as_the_checkpoints",
-        r"C2 made for 6 sequences takes 8\.\d kB more .*4\.\d kB are",
+        r"C2 made for 6 sequences takes 8\.\d kB more .*2\.\d kB are",
         keep_checkpoints(elements="batch * sizes.sequence * sizes.hidden")),
     "a slab for one block": Wrong(
         2, "test_the_slab_is_as_large_as_the_checkpoints",
@@ -183,19 +187,28 @@ WRONG = {
         r"(?s)(P_a cuts an input of which each rank of its group has a copy|To look at: which ranks hold the same)",
         keep_checkpoints(elements="batch * sizes.sequence * sizes.hidden // (mesh.data_group.size() if cut else 1)",
                          group="mesh.data_group if cut else None")),
-    "P_a over all ranks": Wrong(
-        2, "test_p_a_cuts_over_the_ranks_of_a_model",
-        r"(?s)(P_a cuts an input of which each rank of its group has a copy|To look at: which ranks hold the same)",
-        keep_checkpoints(group="dist.group.WORLD if cut else None")),
     "the slab is never emptied": Wrong(
         2, "test_each_pass_uses_the_slab_anew", r"(?s)the slab is full.*is the slab emptied before each forward pass",
         keep_checkpoints(hook="")),
+    "the slab is emptied when it is full": Wrong(
+        2, "test_each_pass_uses_the_slab_anew", r"(?s)the slab is full.*have fewer sequences and no backward",
+        keep_checkpoints(hook="", place="None if config.to_host else lambda x: self.slab.keep(x) if self.slab.used < "
+                                        "elements * sizes.layers else self.slab.reset() or self.slab.keep(x)")),
+    "what is kept is rounded": Wrong(
+        2, "test_each_pass_uses_the_slab_anew", r"C1: two passes gave gradients on rank 0 that are off by",
+        keep_checkpoints(place="(lambda x: self.slab.keep(x.half().to(x.dtype))) if self.slab else None")),
+    "the slab is a bit larger": Wrong(
+        2, "test_the_slab_is_as_large_as_the_checkpoints", r"C1 made for 6 sequences has a slab of .*made at once",
+        keep_checkpoints(slab="Slab(elements * sizes.layers + 5000, dtype=like.dtype, device=like.device)")),
+    "two ranks share each model": Wrong(
+        2, "test_the_slab_is_as_large_as_the_checkpoints", r"C2 made for 6 .* D × M = 1 × 3 .*The slab is too large",
+        keep_checkpoints(elements="batch * sizes.sequence * sizes.hidden // (2 if cut else 1)")),
     "the slab is emptied by passes without a graph, too": Wrong(
         2, "test_each_pass_uses_the_slab_anew", r"(?s)it raised RuntimeError.*before no other\? Here a pass without",
         keep_checkpoints(hook="self.model.register_forward_pre_hook(lambda *_: self.slab.reset())")),
     "the slab is always of fp32": Wrong(
         2, "test_checkpoints_have_the_dtype_of_the_model",
-        r"C1 with a model in bf16, .* holds torch.float32 .* was given torch.bfloat16.*what must the slab's be",
+        r"C1 with a model in bfloat16, .* holds torch.float32 .* was given torch.bfloat16.*what must the slab's be",
         keep_checkpoints(slab="Slab(elements * sizes.layers, dtype=torch.float32, device=like.device)")),
 
     "the mean of all ranks": Wrong(
@@ -302,12 +315,33 @@ WRONG |= {  # what strangers handed in, and had full marks
         clip(scale="factor = precision.clip(None, norm, max_norm)\nif self.gradient_scale is None:\n"
                    "    self.gradient_scale = factor\nelse:\n    self.gradient_scale *= factor")),
     "norms and biases do not decay": Wrong(
-        3, "test_each_config_has_its_parts", r"made with weight_decay=0.1, and in group 1 of .* optimizer it is 0.0",
+        3, "test_each_config_has_its_parts", r"made with .* weight_decay is 0.0 in group 1 of rank",
         over_replicas(groups='[{"params": cut}, {"params": whole, "weight_decay": 0.0}]')),
     "the slab is emptied in training alone": Wrong(
-        2, "test_each_pass_uses_the_slab_anew", r"(?s)the slab is full.*the second one is in eval\(\) mode",
+        2, "test_each_pass_uses_the_slab_anew", r"(?s)the slab is full.*the second is in eval\(\) mode",
         keep_checkpoints(hook="self.model.register_forward_pre_hook("
                               "lambda model, _: self.begin_forward() if model.training else None)")),
+    "Stage2 in C1, too": Wrong(
+        3, "test_each_config_has_its_parts", r"C1: system.zero of rank 0 is no config.stage",
+        edited("10_whole_system", "System.over_replicas", ("config.stage(", "Stage2("))),
+    "buckets of a size of its own": Wrong(
+        3, "test_each_config_has_its_parts", r"made with bucket_bytes=2048, and rank 0's largest bucket has",
+        over_replicas(options="**config.options, **options | {'bucket_bytes': 4096}")),
+    "a max_norm of 0 is none": Wrong(
+        4, "test_gradients_are_complete_before_they_are_read", r"after clip_grad_norm_\(0\) the scale is 1",
+        clip(scale="if max_norm:\n    self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)")),
+    "no norm is infinite": Wrong(
+        4, "test_gradients_are_complete_before_they_are_read", r"its loss by infinity: rank 0 found the norm 0",
+        clip(end="return norm.nan_to_num(nan=0.0, posinf=0.0)")),
+    "the first loss scale stays": Wrong(
+        4, "test_the_norm_is_computed_in_fp32", r"float16, .*1024 or 512: the norm is",
+        clip(begin="self.zero.reduced_gradients()\nself.first = getattr(self, 'first', self.gradient_scale)\n"
+                   "self.gradient_scale = self.first")),
+    "a second call in a step starts anew": Wrong(
+        4, "test_step_is_clipped_to_it", r"the second one returned \S+, and 0.2 is right",
+        clip(begin="self.zero.reduced_gradients()\nif getattr(self, 'mine', 0) is self.gradient_scale:\n"
+                   "    self.gradient_scale = self.before\nself.before = self.gradient_scale",
+             end="self.mine = self.gradient_scale\nreturn norm")),
     "a scale that is dropped where the norm is small": Wrong(
         4, "test_a_loss_scale_is_taken_off", r"with a loss scale of 1024, clipped to 1e\+06",
         edited("10_whole_system", "System.clip_grad_norm_",

@@ -22,6 +22,7 @@ from sharded import assert_shards_hold, awkward_backward, first_backward, gradie
 from stock import Stock
 from torch import nn, optim
 
+from zero_minimal.core.layout import pack
 from zero_minimal.core.mesh import make_mesh
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.offloading import host
@@ -52,6 +53,12 @@ def stage_2(assignment):
     return functools.partial(Stage2, memory=assignment.ConstantMemory)
 
 
+def unequal(model):
+    """Groups under which the first bucket is among the smallest: the head has a group of its own."""
+    *others, head = model.parameters()
+    return [{"params": others}, {"params": [head]}]
+
+
 def memories(assignment):
     """For models of 2 and 5 blocks: bytes of gradients' memory when the stage has been made, and after two steps of
     two micro-batches; of the parameters; of the largest bucket; and the most that may be padding."""
@@ -59,7 +66,7 @@ def memories(assignment):
     for blocks in (2, 5):
         before = checks.live_bytes()
         model = toys.build(functools.partial(toys.Transformer, blocks), dist.get_rank())
-        zero = stage_2(assignment)(model, optim.SGD, lr=0.1, bucket_bytes=BUCKET)
+        zero = stage_2(assignment)(model, optim.SGD, lr=0.1, bucket_bytes=BUCKET, param_groups=unequal(model))
         held = sum(bucket.padded for bucket in zero.buckets) * 4
         begins = checks.live_bytes() - before - held
         for step in range(2):
@@ -121,31 +128,25 @@ def where(tensor):
 
 
 def places(assignment):
-    """Where whole gradients and shards lay in each of three steps, and elements of buffers that were not zero; after a
-    step of two micro-batches the shards' places, and whether both were in them."""
+    """Where shards lay in each of three steps, all whole gradients, and elements of buffers that were not zero; after
+    a step of three micro-batches the shards' places, and what is in them, after what each one alone gives."""
     rank = dist.get_rank()
     model = toys.build(toys.Transformer, rank)
-    zero = Stage2(model, optim.SGD, memory=spied(assignment), lr=0.0, bucket_bytes=BUCKET)
-    steps = []
-    for step in range(3):
-        zero.memory.wholes.clear()
-        model(*toys.tokens(rank, step)).backward()
-        steps.append((list(zero.memory.wholes), [where(shard) for shard in zero.reduced_gradients()]))
-        zero.zero_grad()
-    sums = []
-    for batches in ((0,), (1,), (0, 1)):
+    zero = Stage2(model, optim.SGD, memory=spied(assignment), lr=0.0, bucket_bytes=BUCKET, param_groups=unequal(model))
+    steps, sums = [], []
+    for batches in ((0,), (1,), (2,), (0, 1, 2)):
         for batch in batches:
             model(*toys.tokens(rank, batch)).backward()
         sums.append(torch.cat([shard.detach().clone() for shard in zero.reduced_gradients()]))
-        last = [where(shard) for shard in zero.reduced_gradients()]
+        steps.append([where(shard) for shard in zero.reduced_gradients()])
         zero.zero_grad()
-    return steps, zero.memory.dirty, last, sums
+    return steps[:-1], zero.memory.wholes, zero.memory.dirty, steps[-1], sums
 
 
 @pytest.mark.step(1, points=3)
 def test_shards_stay_in_the_slab(assignment):
-    for rank, (steps, _, _, _) in enumerate(once(places, 2, assignment)):
-        for number, (_, shards) in enumerate(steps):
+    for rank, (steps, *_) in enumerate(once(places, 2, assignment)):
+        for number, shards in enumerate(steps):
             memories = len({memory for memory, *_ in shards})
             assert memories == 1, (
                 f"after the backward of step {number} the {len(shards)} gradient shards of rank {rank} lie in "
@@ -156,7 +157,7 @@ def test_shards_stay_in_the_slab(assignment):
                 f"after the backward of step {number} gradient shards of rank {rank} overlap: each bucket has a place "
                 "of its own in the slab"
             )
-            assert sorted(shards) == sorted(steps[0][1]), (
+            assert sorted(shards) == sorted(steps[0]), (
                 f"in step {number} the gradient shards of rank {rank} lie elsewhere than in step 0: they must stay "
                 "where they are from step to step"
             )
@@ -164,11 +165,10 @@ def test_shards_stay_in_the_slab(assignment):
 
 @pytest.mark.step(1, points=1)
 def test_whole_gradients_take_turns_in_two_buffers(assignment):
-    for rank, (steps, *_) in enumerate(once(places, 2, assignment)):
-        wholes = [whole for wholes, _ in steps for whole in wholes]
+    for rank, (_, wholes, *_) in enumerate(once(places, 2, assignment)):
         used = len({memory for memory, *_ in wholes})
         assert used <= 2, (
-            f"in three steps whole() of rank {rank} gave memory of {used} allocations for {len(wholes)} buckets: C_B "
+            f"in four steps whole() of rank {rank} gave memory of {used} allocations for {len(wholes)} buckets: C_B "
             "has two buffers, which are used again and again"
         )
         same = sum(one[0] == other[0] for one, other in zip(wholes, wholes[1:], strict=False))
@@ -195,7 +195,7 @@ def reduced(assignment):
 
 @pytest.mark.step(1, points=2, stuck="each rank must reduce all buckets in the same order")
 def test_the_mean_gradient_comes_out(assignment):
-    dirty = [dirty for _, dirty, _, _ in once(places, 2, assignment)]
+    dirty = [dirty for _, _, dirty, *_ in once(places, 2, assignment)]
     assert not any(dirty), (
         f"whole() gave buffers that were not zero, in {dirty} elements on ranks 0 and 1: a buffer still holds what was "
         "sent in it before, and padding, and a parameter without a gradient, count as zero"
@@ -208,39 +208,41 @@ def test_the_mean_gradient_comes_out(assignment):
 
 @pytest.mark.step(1, points=3)
 def test_micro_batches_add_up(assignment):
-    for rank, (steps, _, last, (first, second, both)) in enumerate(once(places, 2, assignment)):
-        near = functools.partial(torch.allclose, rtol=1e-4, atol=1e-6)
-        assert not near(both, 2 * second), (
-            f"after two micro-batches rank {rank}'s shards are twice the second one's gradient: its average arrived "
-            "where the first one's lay, and was then added to itself. Where does shard() let it arrive, if "
+    for rank, (steps, *_, last, (*each, together)) in enumerate(once(places, 2, assignment)):
+        near = functools.partial(torch.allclose, together, rtol=1e-4, atol=1e-6)
+        assert not near(2 * each[-1]), (
+            f"after three micro-batches rank {rank}'s shards are twice the last one's gradient: its average arrived "
+            "where the sum lay, and was then added to itself. Where does shard() let it arrive, if "
             "bucket.gradient_shard is there already?"
         )
-        assert not near(both, second), (
-            f"after two micro-batches rank {rank}'s shards are the gradient of the second one alone"
+        assert not near(each[-1]), (
+            f"after three micro-batches rank {rank}'s shards are the gradient of the last one alone"
         )
-        assert near(both, first + second), (
-            f"after two micro-batches rank {rank}'s shards are not the sum of both gradients"
+        assert near(sum(each)), (
+            f"after three micro-batches rank {rank}'s shards are not the sum of their gradients"
         )
-        assert sorted(last) == sorted(steps[0][1]), (
-            f"after two micro-batches rank {rank}'s shards lie beside the slab: the sum belongs into it"
+        assert sorted(last) == sorted(steps[0]), (
+            f"after three micro-batches rank {rank}'s shards lie beside the slab: the sum belongs into it"
         )
-
-
-class TwoKinds(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(7, 5), nn.Linear(5, 3).bfloat16()
 
 
 def of_other_kinds(assignment):
-    """What is said of a model of two dtypes; what goes wrong with one in bf16, and in a group of one of the ranks."""
-    told, faults = "", {}
-    try:
-        stage_2(assignment)(TwoKinds(), optim.SGD, lr=0.1)
-    except ValueError as error:
-        told = str(error)
-    alone, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(dist.get_world_size())])
-    for name, dtype, group in (("in bf16", torch.bfloat16, None), ("on a group of one rank", torch.float32, alone)):
+    """What is said of buckets of two dtypes, or devices; what goes wrong with a model in bf16, and in groups of one
+    and of two of the ranks."""
+    told, faults, groups = {}, {}, [[0], [1, 2]]
+    for kinds in (("float32", "cpu"), ("bfloat16", "cpu")), (("float16", "cpu"), ("bfloat16", "cpu")), (
+            ("float32", "cpu"), ("float32", "meta")):
+        params = [nn.Parameter(torch.zeros(3, dtype=getattr(torch, dtype), device=device)) for dtype, device in kinds]
+        buckets = pack(params, [{"params": params}], dist.get_world_size(), None)
+        for bucket in buckets:
+            bucket.parameter_shard = bucket.shard(bucket.zeros(), dist.get_rank())
+        try:
+            assignment.ConstantMemory(buckets, None)
+        except ValueError as error:
+            told[kinds] = str(error)
+        told.setdefault(kinds, "")
+    some, _ = dist.new_subgroups_by_enumeration(groups)
+    for name, dtype, group in (("in bf16", torch.bfloat16, None), (f"on the groups {groups}", torch.float32, some)):
         model = toys.build(toys.Transformer, dist.get_rank()).to(dtype)
         zero = stage_2(assignment)(model, optim.SGD, group=group, lr=0.1, bucket_bytes=BUCKET)
         try:
@@ -251,7 +253,8 @@ def of_other_kinds(assignment):
             faults[name] = (
                 f"gradients lie in memory of {kinds.pop()}" if kinds else
                 f"the largest bucket has {largest} elements of {dtype.itemsize} bytes, and a buffer {size} bytes"
-                if size > largest * dtype.itemsize else "")
+                if size > largest * dtype.itemsize else
+                "whole() gave a buffer that is not zero" if whole.any() else "")
         except (ValueError, RuntimeError, TypeError) as error:
             faults[name] = f"it raised {type(error).__name__}: {error}"
     return told, faults
@@ -260,10 +263,11 @@ def of_other_kinds(assignment):
 @pytest.mark.step(1, points=1)
 def test_buffers_are_of_the_buckets_kind(assignment):
     for rank, (told, faults) in enumerate(once(of_other_kinds, 3, assignment)):
-        assert told, (
-            f"rank {rank}: a model with parameters in fp32 and in bf16 was taken without a word, and one pair of "
-            "buffers cannot hold both: ValueError (kind_of raises it)"
-        )
+        for kinds, words in told.items():
+            assert words, (
+                f"rank {rank}: buckets of {kinds} were taken without a word, and one pair of buffers cannot hold both: "
+                "ValueError (kind_of raises it)"
+            )
         for name, fault in faults.items():
             assert not fault, (
                 f"rank {rank}, a backward {name}: {fault}. Gradients have the dtype of their parameters, and buckets "
@@ -300,8 +304,8 @@ def system_of(assignment, name, model_parallel, optimizer=optim.SGD, dtype=torch
     mesh = make_mesh(model_parallel)
     whole = dict(toys.build(lively, dist.get_rank()).named_parameters())
     torch.manual_seed(5)
-    system = assignment.System(name, sizes_of(), mesh, BATCH, dtype, "cpu", optimizer, bucket_bytes=BUCKET,
-                               **({"lr": 1.0} | options))
+    system = assignment.System(name, sizes_of(), mesh, BATCH, dtype, "cpu", optimizer,
+                               **({"lr": 1.0, "bucket_bytes": BUCKET} | options))
     with torch.no_grad():
         for path, param in system.model.named_parameters():
             dist.broadcast(whole[path].data, 0)
@@ -339,37 +343,47 @@ def near(one, other, rtol=1e-3):
 # ----------------------------------------------------------------------- step 2: checkpoints: cut over whom, and where
 
 
-def plain_system(assignment, name, model_parallel, layers=2, batch=BATCH, dtype=torch.float32):
+def plain_system(assignment, name, model_parallel, layers=2, batch=BATCH, dtype=torch.float32, checkpoints=True):
     """A System of this rank that has no stage: what step 3 does, or does wrong, is not looked at here."""
 
     class WithoutStage(assignment.System):
         def over_replicas(self, *_, **options):
             return None
 
+        def keep_checkpoints(self, *given):
+            return super().keep_checkpoints(*given) if checkpoints else None
+
     torch.manual_seed(5)
     return WithoutStage(name, sizes_of(layers), make_mesh(model_parallel), batch, dtype, "cpu", optim.SGD, lr=0.1)
 
 
 def slabs(assignment):
-    """For each config: bytes that live after a step, when the system is made for 2 sequences and for 6."""
+    """For each config: bytes that live after a step, when the system is made for 2 sequences and for 6; and those of
+    the slab, before the first step of the second."""
     found = {}
     for name in ALL:
         found[name] = []
         for batch in (2, 6):
             before = checks.live_bytes()
-            system = plain_system(assignment, name, 2, batch=batch)
+            system = plain_system(assignment, name, 3, batch=batch)
+            room = bytes_of(system.slab)
             for step in range(2):
-                system.model(*batch_of(step, 2, batch)).backward()
+                system.model(*batch_of(step, 3, batch)).backward()
                 system.model.zero_grad()
             most = 0 if not found[name] else found[name][0] + 4 * 2 * INPUT
             found[name].append(checks.live_bytes(until=before + most, looks=3) - before)
             del system
+        found[name].append(room)
     return found
 
 
+def bytes_of(slab):
+    return 0 if slab is None or slab.memory is None else slab.memory.nbytes
+
+
 ANEW = ("is the slab emptied before each forward pass that keeps checkpoints (begin_forward), and before no other? "
-        "Here a pass without a graph runs between a forward and its backward, which still needs what was kept; and of "
-        "two passes with a graph the second one is in eval() mode")
+        "Here a pass without a graph runs between a forward and its backward, which still needs what was kept; some "
+        "passes with a graph have fewer sequences and no backward; of two others the second is in eval() mode")
 FULL = ("b·s·h numbers are a block's input, there are as many of them as blocks, and a forward pass keeps no more: is "
         "the slab as large, and is it emptied before each forward pass (begin_forward)?")
 WHOSE = "which ranks hold the same input: those of mesh.model_group, or those of mesh.data_group?"
@@ -377,13 +391,13 @@ WHOSE = "which ranks hold the same input: those of mesh.model_group, or those of
 
 @pytest.mark.step(2, points=4, raised=FULL, stuck=MESH)
 def test_the_slab_is_as_large_as_the_checkpoints(assignment):
-    for rank, found in enumerate(once(slabs, 2, assignment)):
+    for rank, found in enumerate(once(slabs, 3, assignment)):
         for name in ALL:
             grown, whole = found[name][1] - found[name][0], 2 * 4 * INPUT  # two blocks, four sequences more
-            wanted = {"C1": whole, "C3": whole, "C2": whole / 2, "C4": whole / 2, "C5": 0}[name]
+            wanted = {"C1": whole, "C3": whole, "C2": whole / 3, "C4": whole / 3, "C5": 0}[name]
             why = {"C1": "two blocks keep b·s·h numbers each", "C2": "P_a: two blocks keep b·s·h/M numbers each",
                    "C5": "P_a+cpu: checkpoints lie in host memory, so the device needs no slab"}
-            told = (f"{name} made for 6 sequences takes {in_words(grown)} more on rank {rank} of D × M = 1 × 2 than "
+            told = (f"{name} made for 6 sequences takes {in_words(grown)} more on rank {rank} of D × M = 1 × 3 than "
                     f"made for 2, and {in_words(wanted)} are right. "
                     f"{why.get(name, why['C1' if name == 'C3' else 'C2'])}")
             assert grown <= wanted + 1024, (
@@ -391,6 +405,11 @@ def test_the_slab_is_as_large_as_the_checkpoints(assignment):
             )
             assert grown >= wanted - 1024, (
                 f"{told}. There is no slab that holds them all: each checkpoint gets memory of its own"
+            )
+            room, wanted = found[name][2], wanted * 6 / 4
+            assert abs(room - wanted) <= 1024, (
+                f"{name} made for 6 sequences has a slab of {in_words(room)} on rank {rank} of D × M = 1 × 3, before "
+                f"its first pass, and {in_words(wanted)} are right: it is made at once, as large as one pass needs"
             )
 
 
@@ -468,19 +487,22 @@ def test_p_a_cuts_over_the_ranks_of_a_model(assignment):
 
 
 def several_passes(assignment):
-    """Losses of two passes in each config, the second in eval() mode. Each has one without a graph between forward
-    and backward."""
+    """Losses of two passes in each config, the second in eval() mode, and the gradients of both. Each follows one
+    of fewer sequences without a backward, and has one without a graph between forward and backward. "plain": without
+    checkpoints."""
     found = {}
-    for name in ALL:
-        system, losses = plain_system(assignment, name, 2), []
+    for name in ("plain", *ALL):
+        system = plain_system(assignment, "C1" if name == "plain" else name, 2, checkpoints=name != "plain")
+        losses = []
         for step in range(2):
+            system.model(*batch_of(step + 4, 2, BATCH - 1))
             loss = system.model.train(step == 0)(*batch_of(step, 2))
             with torch.no_grad():
                 system.model(*batch_of(step + 2, 2))
             loss.backward()
             losses.append(loss.item())
+        found[name] = losses, flat({path: param.grad for path, param in system.model.named_parameters()})
         system.model.zero_grad()
-        found[name] = losses
     return found
 
 
@@ -488,33 +510,42 @@ def several_passes(assignment):
 def test_each_pass_uses_the_slab_anew(assignment):
     for rank, found in enumerate(once(several_passes, 2, assignment)):
         for name in ALL:
-            assert found[name] == found["C1"], (
-                f"{name}: two passes gave the losses {found[name]} on rank {rank}, and {found['C1']} in C1: the "
+            (losses, gradients), (right, plain) = found[name], found["plain"]
+            assert losses == right, (
+                f"{name}: two passes gave the losses {losses} on rank {rank}, and {right} without checkpoints: the "
                 "configs compute the same"
+            )
+            assert torch.equal(gradients, plain), (
+                f"{name}: two passes gave gradients on rank {rank} that are off by "
+                f"{(gradients - plain).abs().max():.2g} from those without checkpoints: what a block keeps of its "
+                "input, bit for bit, must be there in backward"
             )
 
 
-def in_bf16(assignment):
-    """For C1 and C2: what a pass of a model in bf16 raises, and the slab's dtype."""
+def of_dtypes(assignment):
+    """What a pass of models of other dtypes raises; or that the slab has another size than it should."""
     found = {}
-    for name in ("C1", "C2"):
-        system = plain_system(assignment, name, 2, dtype=torch.bfloat16)
+    for name, kind in (("C1", "bfloat16"), ("C2", "float16"), ("C4", "float64")):
+        dtype = getattr(torch, kind)
+        system = plain_system(assignment, name, 2, dtype=dtype)
         try:
             system.model(*batch_of(0, 2)).backward()
-            found[name] = ""
+            wanted = 2 * BATCH * INPUT * dtype.itemsize // 4 // (1 if name == "C1" else 2)
+            room = bytes_of(system.slab)
+            found[name, kind] = f"the slab has {room} bytes, not {wanted}" if abs(room - wanted) > 1024 else ""
         except (ValueError, RuntimeError, MemoryError, TypeError) as error:
-            found[name] = f"it raised {type(error).__name__}: {error}"
+            found[name, kind] = f"it raised {type(error).__name__}: {error}"
         system.model.zero_grad()
     return found
 
 
 @pytest.mark.step(2, points=1, stuck=MESH)
 def test_checkpoints_have_the_dtype_of_the_model(assignment):
-    for rank, found in enumerate(once(in_bf16, 2, assignment)):
-        for name, fault in found.items():
+    for rank, found in enumerate(once(of_dtypes, 2, assignment)):
+        for (name, kind), fault in found.items():
             assert not fault, (
-                f"{name} with a model in bf16, on rank {rank} of D × M = 1 × 2: {fault}. A block's input has the dtype "
-                "of the model's parameters: what must the slab's be?"
+                f"{name} with a model in {kind}, on rank {rank} of D × M = 1 × 2: {fault}. A block's input has the "
+                "dtype of the model's parameters: what must the slab's be?"
             )
 
 
@@ -587,15 +618,17 @@ def test_a_step_is_the_mean_of_the_replicas(assignment):
                 assert_mean(found[name][0], rank, world_size, model_parallel, name)
 
 
-OPTIONS = dict(lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+OPTIONS = dict(lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, maximize=True, warmth=0.8)
+SMALL = 2048  # bytes of a bucket
 
 
 def holdings(assignment):
     """For C1 and C3: bytes of optimizer state and of parameters on this rank, in how many allocations gradient shards
-    lie, how many of the shards' elements, and the options of the optimizer's groups."""
+    lie, how many of the shards' elements, the options of the optimizer's groups, bytes of the largest bucket, and
+    whether the stage is config.stage."""
     found = {}
     for name in ("C1", "C3"):
-        system = system_of(assignment, name, 2, optim.AdamW, **OPTIONS)
+        system = system_of(assignment, name, 2, checks.Warm, bucket_bytes=SMALL, **OPTIONS)
         system.model(*batch_of(0, 2)).backward()
         shards = system.reduced_gradients()
         memories = len({where(shard)[0] for shard in shards})
@@ -603,15 +636,18 @@ def holdings(assignment):
         system.step()
         states = [tensor for state in system.optimizer.state.values() for tensor in state.values() if tensor.ndim]
         found[name] = (sum(tensor.nbytes for tensor in states), 4 * sum(map(torch.numel, system.model.parameters())),
-                       memories, 4 * elements, [{option: group[option] for option in OPTIONS}
-                                                for group in system.optimizer.param_groups])
+                       memories, 4 * elements, [{option: value for option, value in group.items() if option != "params"}
+                                                for group in system.optimizer.param_groups],
+                       4 * max(bucket.padded for bucket in system.buckets),
+                       isinstance(system.zero, assignment.CONFIGS[name].stage))
     return found
 
 
 @pytest.mark.step(3, points=2, stuck=MESH, left=MESH)
 def test_each_config_has_its_parts(assignment):
     for rank, found in enumerate(once(holdings, 4, assignment)):
-        for name, (state, parameters, memories, shards, groups) in found.items():
+        for name, (state, parameters, memories, shards, groups, largest, is_its) in found.items():
+            assert is_its, f"{name}: system.zero of rank {rank} is no config.stage, as CONFIGS[{name!r}] has it"
             assert state <= 2 * parameters / 2 * 1.1, (
                 f"{name}: rank {rank} of D × M = 2 × 2 holds {in_words(state)} of Adam's state for "
                 f"{in_words(parameters)} of parameters: {in_words(parameters)} are right, as D = 2 "
@@ -625,11 +661,16 @@ def test_each_config_has_its_parts(assignment):
                 f"{name}: rank {rank}'s reduced gradients are {in_words(shards)}, and it updates half of "
                 f"{in_words(parameters)}"
             )
-            for (number, group), option in itertools.product(enumerate(groups), OPTIONS):
-                assert group[option] == OPTIONS[option], (
-                    f"{name}: the system was made with {option}={OPTIONS[option]}, and in group {number} of rank "
-                    f"{rank}'s optimizer it is {group[option]}: `options` are those of all parameters"
+            wanted = checks.Warm([torch.zeros(1)], **OPTIONS).param_groups[0]
+            for (number, group), option in itertools.product(enumerate(groups), set(wanted) - {"params"}):
+                assert group[option] == wanted[option], (
+                    f"{name}: in a system that was made with {OPTIONS} {option} is {group[option]} in group {number} "
+                    f"of rank {rank}'s optimizer, and {wanted[option]} is right: `options` are those of all parameters"
                 )
+            assert largest <= SMALL + 4 * 2 * 16, (
+                f"{name}: the system was made with bucket_bytes={SMALL}, and rank {rank}'s largest bucket has "
+                f"{largest}: `options` are the stage's, too"
+            )
 
 
 # ---------------------------------------------------------------------------------- step 4: the norm of the whole model
@@ -638,9 +679,9 @@ SCALE = 1 / 1024
 
 
 def clipped(assignment, model_parallel, name):
-    """What clip_grad_norm_ returns; bytes that it asks to send; whether the gradients stayed; what the loss scale is
-    then, for whom has put it there; how far the step went, for a max_norm without end, for 0.1, and with a loss scale
-    for a large one and 0.1, the last one as a tensor."""
+    """What clip_grad_norm_ returns, for twice max_norm; bytes that it asks to send; whether the gradients stayed; what
+    the loss scale is then, for whom has put it there; how far the step went; the returned shape; what a second call
+    returned, for max_norm. This is infinite, 0.1, and with a loss scale a large one and 0.1, the last one a tensor."""
     found = []
     for max_norm, scale in ((math.inf, None), (0.1, None), (1e6, SCALE), (0.1, torch.tensor(SCALE))):
         system = system_of(assignment, name, model_parallel)
@@ -651,11 +692,13 @@ def clipped(assignment, model_parallel, name):
         if scale is not None:
             system.gradient_scale = scale
         with checks.Calls() as calls:
-            norm = system.clip_grad_norm_(max_norm)
+            norm = system.clip_grad_norm_(2 * max_norm)
+        again = float(system.clip_grad_norm_(max_norm))
         stayed = all(torch.equal(one, other) for one, other in zip(shards, system.reduced_gradients(), strict=True))
         system.step()
         moved = {path: before[path] - param.detach() for path, param in system.model.named_parameters()}
-        found.append((float(norm), sum(call.bytes for call in calls.made), stayed, scale, moved, list(norm.shape)))
+        found.append((float(norm), sum(call.bytes for call in calls.made), stayed, scale, moved, list(norm.shape),
+                      again))
     return found
 
 
@@ -716,13 +759,18 @@ def test_step_is_clipped_to_it(assignment):
     for name, replicas, ranks, right, _, mean, found in cases(assignment):
         for rank, (large, small, *_) in enumerate(found):
             wanted = flat(parts_of(mean, ranks, rank))
-            for (*_, moved, shape), max_norm in ((large, math.inf), (small, 0.1)):
+            for (*_, moved, shape, again), max_norm in ((large, math.inf), (small, 0.1)):
                 factor = (flat(moved) @ wanted / (wanted @ wanted)).item()
                 must = min(1.0, max_norm / right)
                 assert factor == pytest.approx(must, rel=1e-3), (
                     f"{name}, rank {rank} of D × M = {replicas} × {ranks}: after clip_grad_norm_({max_norm:g}) of a "
                     f"gradient of norm {right:.4g} step() used {factor:.4g} times the gradient, and {must:.4g} is "
                     "right: self.gradient_scale is what it multiplies with, and the whole model's norm decides"
+                )
+                assert _is(again, min(right, 2 * max_norm)), (
+                    f"{name}, rank {rank}: clip_grad_norm_({2 * max_norm:g}) of the norm {right:.4g}, and "
+                    f"then again, for {max_norm:g}: the second one returned {again:.4g}, and "
+                    f"{min(right, 2 * max_norm):.4g} is right: what the first one has set is part of the norm"
                 )
                 assert shape == [], f"clip_grad_norm_ returned a tensor of shape {shape}: a 0-dim one is right"
 
@@ -740,7 +788,7 @@ def test_gradients_stay_as_they_were(assignment):
 def test_a_loss_scale_is_taken_off(assignment):
     for name, _, ranks, right, _, mean, found in cases(assignment):
         for (rank, of_rank), (at, max_norm) in itertools.product(enumerate(found), ((-2, 1e6), (-1, 0.1))):
-            norm, _, _, scale, moved, _ = of_rank[at]
+            norm, _, _, scale, moved, *_ = of_rank[at]
             assert _is(norm, right), (
                 f"{name}: the loss was multiplied by 1024, and self.gradient_scale is 1/1024; rank {rank} found the "
                 f"norm {norm:.5g}, and {right:.5g} is right: that of the gradients times this scale"
@@ -760,16 +808,17 @@ def test_a_loss_scale_is_taken_off(assignment):
 
 
 def of_16_bits(assignment, dtype):
-    """Norms of a model of this dtype, under a loss scale; and the sums of squares of this rank's gradients that count
-    here: those that all ranks of a model hold count on its first one. Six of them, of the same loss times six factors:
-    one that is computed in bf16 may be right to four digits by chance, six may not."""
+    """Norms of a model of this dtype, under loss scales; and the sums of squares of this rank's gradients, scaled, that
+    count here: those that all ranks of a model hold count on its first one. Six of them, of the same loss times six
+    factors: one that is computed in bf16 may be right to four digits by chance, six may not."""
     system = system_of(assignment, "C4", 2, dtype=dtype)
     mesh, norms, squares = system.mesh, [], []
     not_here = set(system.model.replicated()) if mesh.model_rank else set()
-    for factor in (1.0, 1.1, 1.23, 1.37, 1.61, 1.83):
+    for number, factor in enumerate((1.0, 1.1, 1.23, 1.37, 1.61, 1.83)):
         system.zero_grad()
-        (system.model(*batch_of(0, 2)).float() * factor / SCALE).backward()
-        system.gradient_scale = SCALE
+        scale = SCALE * (1 + number % 2)
+        (system.model(*batch_of(0, 2)).float() * factor / scale).backward()
+        system.gradient_scale = scale
         norms.append(float(system.clip_grad_norm_(1e6)))
         squares.append(0.0)
         for bucket in system.zero.buckets:
@@ -777,7 +826,7 @@ def of_16_bits(assignment, dtype):
             for param in not_here & set(bucket.params):
                 bucket._place(counts, param).zero_()
             mine = bucket.gradient_shard.double() * bucket.shard(counts, mesh.data_rank)
-            squares[-1] += mine.square().sum().item()
+            squares[-1] += (scale * mine).square().sum().item()
     return norms, squares
 
 
@@ -786,12 +835,12 @@ def test_the_norm_is_computed_in_fp32(assignment):
     for dtype in (torch.float16, torch.bfloat16):
         norms, squares = zip(*once(of_16_bits, 4, assignment, dtype))
         for found, parts in zip(zip(*norms), zip(*squares)):
-            right = SCALE * sum(parts) ** 0.5
+            right = sum(parts) ** 0.5
             for rank, norm in enumerate(found):
                 assert norm == pytest.approx(right, rel=5e-4), (
-                    f"C4 with a model in {dtype}, whose loss was multiplied by 1024: the norm is {right:.5g}, and rank "
-                    f"{rank} found {norm:.5g}. Before it is scaled its square is {(right / SCALE)**2:.2g}. fp16 "
-                    "reaches to 65,504, and bf16 keeps 3 digits: in which dtype are they computed?"
+                    f"C4 with a model in {dtype}, whose loss was multiplied by 1024 or 512: the norm is {right:.4g}, "
+                    f"and rank {rank} found {norm:.5g}. Before it is scaled its square is {(right / SCALE)**2:.2g}. "
+                    "fp16 reaches to 65,504, and bf16 keeps 3 digits: in which dtype are they computed?"
                 )
 
 
@@ -811,34 +860,50 @@ NOT_COMPLETE = ("a bucket may have no shard yet when clip_grad_norm_ is called, 
 
 def of_a_rank_without_backward(assignment):
     """The norm where replica 1 ran no backward: its gradients count as zero, in the mean as in the norm. What the
-    tensor that was returned holds when there is a second norm, of another batch. And the norm, and the scale after it,
-    where no rank ran a backward."""
-    system, tokens = system_of(assignment, "C3", 2), batch_of(0, 2)
-    if system.mesh.data_rank == 0:
-        system.model(*tokens).backward()
-    norm = system.clip_grad_norm_(1e6)
-    first = float(norm)
-    system.zero_grad()
+    tensor that was returned holds when there is a second norm, of another batch, and the scale after a max_norm of 0.
+    The norm where rank 0 multiplied its loss by infinity. And the norm, and the scale after it, where no rank ran a
+    backward."""
+    first, tokens = [], batch_of(0, 2)
+    for name in ("C1", "C3"):
+        system = system_of(assignment, name, 2)
+        if system.mesh.data_rank == 0:
+            system.model(*tokens).backward()
+        norm = system.clip_grad_norm_(1e6)
+        first.append(float(norm))
+        system.zero_grad()
     system.model(*tokens).backward()
     system.clip_grad_norm_(1e6)
-    kept = float(norm)
+    system.clip_grad_norm_(0)
+    kept, stop = float(norm), system.gradient_scale
+    system.zero_grad()
+    (system.model(*tokens) * (math.inf if dist.get_rank() == 0 else 1.0)).backward()
+    endless = float(system.clip_grad_norm_(1.0))
     system.zero_grad()
     nothing = float(system.clip_grad_norm_(1.0))
-    return first, kept, nothing, 1.0 if system.gradient_scale is None else float(system.gradient_scale)
+    scales = [1.0 if scale is None else float(scale) for scale in (stop, system.gradient_scale)]
+    return first, kept, endless, nothing, *scales
 
 
 @pytest.mark.step(4, points=1, raised=NOT_COMPLETE, stuck=NOT_COMPLETE, left=NOT_COMPLETE)
 def test_gradients_are_complete_before_they_are_read(assignment):
     first = of_the_replicas(4, 2)[0]
     right = flat(first).norm().item() / 2  # the mean of its gradient and of none
-    for rank, (norm, kept, nothing, scale) in enumerate(once(of_a_rank_without_backward, 4, assignment)):
-        assert _is(norm, right), (
-            f"C3 on D × M = 2 × 2, where replica 1 ran no backward: rank {rank} found the norm {norm:.5g}, and "
-            f"{right:.5g} is right: a missing gradient counts as zero, and {NOT_COMPLETE}"
+    results = once(of_a_rank_without_backward, 4, assignment)
+    for rank, ((other, norm), kept, endless, nothing, stop, scale) in enumerate(results):
+        assert _is(norm, right) and _is(other, right), (
+            f"C1 and C3 on D × M = 2 × 2, where replica 1 ran no backward: rank {rank} found the norms {other:.5g} and "
+            f"{norm:.5g}, and {right:.5g} is right: a missing gradient counts as zero, and {NOT_COMPLETE}"
         )
         assert norm == kept, (
             f"rank {rank}: clip_grad_norm_ returned {norm:.5g}, and the tensor that it returned holds {kept:.5g} after "
             "the next call: return a new one each time"
+        )
+        assert stop == 0, (
+            f"rank {rank}: after clip_grad_norm_(0) the scale is {stop:.5g}: 0 is a max_norm as any other"
+        )
+        assert not math.isfinite(endless), (
+            f"C3 on D × M = 2 × 2, where rank 0 multiplied its loss by infinity: rank {rank} found the norm "
+            f"{endless:.5g}. It is infinite, or NaN: whoever scales a loss must see that it has overflowed"
         )
         assert nothing == 0 and scale == 1, (
             f"C3 on D × M = 2 × 2, where no rank ran a backward: after clip_grad_norm_(1) rank {rank} has the norm "
