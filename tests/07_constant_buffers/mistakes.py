@@ -403,6 +403,12 @@ WRONG |= {  # what strangers handed in, and had full marks
         all_reduce(end="buffers.wait()\nsizes = torch.tensor([float(len(flats))])\n"
                        "collectives.all_gather(sizes.new_empty(dist.get_world_size(buffers.group)), sizes, "
                        "group=buffers.group)")),
+    "what is None is left out": Wrong(
+        4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"a last one of None: .* or left it out",
+        all_reduce(before="tensors = [tensor for tensor in tensors if tensor is not None]")),
+    "with nothing to send it returns at once": Wrong(
+        4, "test_the_turns_go_on", r"tensor, of an empty one. On rank 0 `then` of that load found \[\[3.0\]\], and",
+        all_reduce(loop="if not any(map(len, flats)):\n    return\nfor load in loads(flats, buffers.elements):")),
     "numbers of 16-bit buffers stay there": Wrong(
         4, "test_each_element_is_sent_once", r"with buffers of torch.float16 the mean of 0 … 29 and of 1 … 30 is",
         all_reduce(later="buffers.send(pending, list if like.dtype.itemsize == 2 else functools.partial(unpack, filled,"
