@@ -127,8 +127,8 @@ def assert_trains_with_clipping(stage_class):
             )
     assert_as_in_one_process([{name: parameters for name, (_, parameters) in found.items()} for found in results], 2,
                              CLIPPED)
-    for rank, (_, (parameters, first_norm, scaled, norm_of_rank_0)) in enumerate(runs):
-        after_dropped, after_infinite, before_scaled, after_scaled = parameters
+    for rank, (_, (parameters, first_norm, scaled, (norm_of_rank_0, *twice))) in enumerate(runs):
+        after_dropped, after_infinite, before_scaled, after_scaled, after_twice = parameters
         assert norm_of_rank_0 == pytest.approx(0.25 * 60**0.5, rel=1e-4), (
             f"rank 0 alone ran a backward, and the mean of its gradient and of zeros has the norm "
             f"{0.25 * 60**0.5:.4g}. clip_grad_norm_ returned {norm_of_rank_0:.4g} on rank {rank}"
@@ -159,4 +159,10 @@ def assert_trains_with_clipping(stage_class):
             "self.gradient_scale was 0.5, as a loss scaler leaves it, and clip_grad_norm_ found a norm far below "
             "max_norm: the scale stays. SGD with lr 1 must move each parameter by 0.5 times its gradient of 0.5, and "
             f"moved rank {rank}'s by {moved:.4g}"
+        )
+        moved = (after_scaled - after_twice)[1].item() * 60**0.5
+        assert [*twice, moved] == pytest.approx([0.25 * 60**0.5, 1, 0.5], rel=1e-3), (
+            "clip_grad_norm_ was called with 1.0 and then, before step(), with 0.5: each clips what the one before has "
+            f"left, so the second finds a norm of 1, and step() moves by 0.5. On rank {rank} they found {twice[0]:.4g} "
+            f"and {twice[1]:.4g}, and step() moved by {moved:.4g}"
         )

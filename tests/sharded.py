@@ -213,6 +213,7 @@ GIVEN = {
                     (2.0**-24, 2.0**-24, "in fp16 the smallest number divided by N is zero: divide after the sum"),
                     (60000.0, 60000.0, "it has lost digits")),
     torch.bfloat16: ((256.0, 0.75, "added in 16 bits small numbers vanish beside large ones"),),
+    torch.float64: ((1.0, 2.0**-40, "it was rounded to fp32 on the way"),),
 }
 
 
@@ -231,6 +232,27 @@ def sixteen_bits(stage_class):
     return shards
 
 
+def two_in_bf16(stage_class):
+    """Bytes an element of the shards after two micro-batches of a model in bf16; a scale after zero_grad()."""
+    zero = stage_class(Given().bfloat16(), optim.SGD, lr=1.0)
+    for _ in range(2):
+        zero.model(torch.ones(60, dtype=torch.bfloat16)).backward()
+    width = max(shard.element_size() for shard in zero.reduced_gradients())
+    zero.gradient_scale = 0.5
+    zero.zero_grad()
+    return width, None if zero.gradient_scale is None else float(zero.gradient_scale)
+
+
+def assert_keeps_16_bits(stage_class):
+    """Between micro-batches."""
+    for rank, (width, scale) in enumerate(toys.run(two_in_bf16, 2, stage_class)):
+        assert scale in (None, 1.0), f"gradient_scale was 0.5, and after zero_grad() it is {scale} on rank {rank}"
+        assert width == 2, (
+            f"the parameters are in bf16, and after two micro-batches rank {rank}'s shards of gradients have {width} "
+            "bytes an element: they keep the parameters' dtype, also when one is added to another"
+        )
+
+
 def nearest(values, wanted):
     return values[(values - wanted).abs().argmin()].item()
 
@@ -246,12 +268,12 @@ def assert_added_in_32(ranks):
         )
         for first, other, words in kinds:
             mean = ((first + 2 * other) / 3)
-            rounded = torch.tensor(mean, dtype=torch.float32).to(dtype).item()
-            right = int((together.to(dtype).double() == rounded).sum())
+            rounded = torch.tensor(mean, dtype=torch.promote_types(dtype, torch.float32)).to(dtype).item()
+            right = int(((together.to(dtype).double() - rounded).abs() <= 1e-15).sum())  # fp64 may be off by a digit
             assert right == 60 // len(kinds), (
                 f"gradients of {name}: rank 0 has {first:.6g} and ranks 1 and 2 have {other:.6g}, so that the mean is "
-                f"{rounded:.6g}, and the shards hold {nearest(together, mean):.6g}: {words}. Sums run in fp32, and the "
-                "result is rounded once"
+                f"{rounded:.14g}, and the shards hold {nearest(together, mean):.14g}: {words}. Sums run in fp32 at "
+                "least, and the result is rounded once"
             )
 
 
@@ -543,9 +565,18 @@ def after_a_step(stage_class, steps=1):
     return states, refused
 
 
+MANY = 18  # steps: what goes wrong in each fourth one, or from the tenth on, is seen
+
+
+def after_many_steps(stage_class):
+    """after_a_step(), and the calls meanwhile."""
+    with checks.Calls() as calls:
+        return *after_a_step(stage_class, MANY), calls.made
+
+
 def assert_statistics_are_of_rank_0(results):
     """After each step."""
-    for rank, (states, _) in enumerate(results):
+    for rank, (states, *_) in enumerate(results):
         for place in range(1, len(states), 2):
             before, own, after = states[place - 1 : place + 2]
             for name, wanted in results[0][0][place].items():
@@ -726,7 +757,7 @@ def after_clips(stage_class):
     """60 parameters that were 1, after SGD with lr 1 and gradients of 0.5: after a step before which a batch was
     clipped to 0.001 and dropped; and after a second one, clipped, in which the first gradient is infinite. Before and
     after a third one, whose gradient_scale is 0.5. What the norm that the first clipping returned is by then; that of
-    the third one, found a second time; and the norm where rank 0 alone ran a backward."""
+    the third one, found a second time; and three norms where rank 0 alone ran a backward, before a last step."""
     zero, gradient, found = stage_class(Given(), optim.SGD, lr=1.0), torch.full((60,), 0.5), []
     zero.model(gradient).backward()
     kept = [zero.clip_grad_norm_(1e-3)]
@@ -743,13 +774,17 @@ def after_clips(stage_class):
     zero.clip_grad_norm_(torch.inf)  # to show it
     zero.gradient_scale = 0.5
     scaled = float(zero.clip_grad_norm_(1e6))
+    zero.clip_grad_norm_(torch.inf)
     found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))
     zero.step()
     found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))
     zero.zero_grad()
     if dist.get_rank() == 0:
         zero.model(torch.full((60,), 0.5)).backward()
-    return found, float(kept[0]), scaled, float(zero.clip_grad_norm_(1e6))
+    norms = [float(zero.clip_grad_norm_(max_norm)) for max_norm in (1e6, 1.0, 0.5)]
+    zero.step()
+    found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))
+    return found, float(kept[0]), scaled, norms
 
 
 def overflow(stage_class):

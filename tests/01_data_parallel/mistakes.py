@@ -410,10 +410,22 @@ WRONG |= {  # what strangers handed in, and had full marks
                     "if param.grad is not None:", "self.stage.gradient_arrived(param, bucket.flat)")),
             "self.hand_over(bucket)"))}),
     "Ctrl-C does not end no_sync": Wrong(
-        5, "test_an_error_ends_no_sync_too", r"Ctrl-C, were raised .*whatever error it is \(finally\)",
+        5, "test_an_error_ends_no_sync_too", r"Ctrl-C and another .*whatever error it is \(finally\)",
         {"Reducer.accumulate": "@contextmanager\n" + function(
             "def accumulate(self):", "self.accumulating = True", "try:\n    yield", function(
                 "except Exception:", "self.accumulating = False\nraise"), "self.accumulating = False")}),
+    "a BaseException that it has not thought of does not end no_sync": Wrong(
+        5, "test_an_error_ends_no_sync_too", r"another BaseException were raised .*whatever error it is \(finally\)",
+        edited("01_data_parallel", "Reducer.accumulate", (
+            "finally:", "except (Exception, KeyboardInterrupt):\n        self.accumulating = False\n        raise\n"
+            "    else:"))),
+    "what is reduced counts as unreduced after any no_sync": Wrong(
+        5, "test_micro_batches_are_sent_once", r"are enough: gradients are averaged once \(here an empty no_sync",
+        accumulate(after="self.accumulating = self.reduced = False")),
+    "one tensor of zeros for all missing gradients of a shape": Wrong(
+        1, "test_afterwards_each_gradient_is_the_mean", r"of two branches of one shape: each needs zeros of its own",
+        edited("01_data_parallel", "Naive.average", ("    for param", "    zeros = {}\n    for param"), (
+            "torch.zeros_like(param)", "zeros.setdefault(param.shape, torch.zeros_like(param))")), 2),
 }
 
 RIGHT = {

@@ -63,7 +63,7 @@ class Normed(nn.Module):
 
 
 class Crossroads(nn.Module):
-    """Branches of one size, through which each rank goes in another order; one is left out on rank 1."""
+    """Branches of one size, through which each rank goes in another order; rank 1 leaves two out."""
 
     def __init__(self, branches=6):
         super().__init__()
@@ -76,7 +76,7 @@ class Crossroads(nn.Module):
         order = order[2 * turn :] + order[: 2 * turn]
         x = self.first(x)
         for place in order:
-            x = x if turn == 1 and place == 0 else torch.tanh(self.branches[place](x))
+            x = x if turn == 1 and place < 2 else torch.tanh(self.branches[place](x))
         return (self.last(x) - y).square().mean()
 
 
@@ -253,8 +253,8 @@ def assert_starts(found, ranks):
 
 def slanted():
     """Its first weight is a transposed one: the elements of its gradient do not lie in order either."""
-    model = toys.MLP()
-    model.layers[0].weight = nn.Parameter(torch.randn(7, 13).t())
+    model = Crossroads()
+    model.first.weight = nn.Parameter(torch.randn(7, 11).t())
     return model
 
 
@@ -262,7 +262,7 @@ def naive_backward(stage_class):
     """{name: gradient} of an awkward model. Of another one bytes sent before backward had ended, and in all. {name:
     gradient} of slanted()."""
     rank, transposed = dist.get_rank(), build(stage_class.Naive, slanted)
-    transposed.model(*toys.numbers(rank, 0)).backward()
+    transposed.model(*crossroads_batch(rank, 0)).backward()
     zero, large = build(stage_class.Naive, checks.Awkward), build(stage_class.Naive, functools.partial(Caught, True))
     zero.model(*checks.awkward_batch(rank, 0)).backward()
     found = gradients(zero)
@@ -283,9 +283,10 @@ NONE_THERE = "a parameter may get no gradient on a rank, and its .grad is None t
 def test_afterwards_each_gradient_is_the_mean(stage_class, world_size):
     results = once(naive_backward, world_size, stage_class)
     assert_mean(list(range(world_size)), [found for found, *_ in results], checks.Awkward, checks.awkward_batch)
-    assert_mean(list(range(world_size)), [found for *_, found in results], slanted, toys.numbers,
+    assert_mean(list(range(world_size)), [found for *_, found in results], slanted, crossroads_batch,
                 hint=". Here a weight is a transposed one, and the elements of its gradient do not lie in order: "
-                     "reshape() and contiguous() copy such a tensor, and the copy is averaged")
+                     "reshape() and contiguous() copy such a tensor, and the copy is averaged. And rank 1 lacks the "
+                     "gradients of two branches of one shape: each needs zeros of its own")
 
 
 @pytest.mark.step(1, points=3, stuck=ALL_TAKE_PART, left=ALL_TAKE_PART, raised=NONE_THERE)
@@ -702,6 +703,10 @@ def test_all_has_arrived_when_backward_ends(stage_class):
 MICROS = 3
 
 
+class Halted(BaseException):
+    """As SystemExit and GeneratorExit are, and others."""
+
+
 def accumulated(stage_class):
     """Bytes sent up to the end of each of three micro-batches' backward, and with step(); {name: gradient}. Then both
     without no_sync(), which errors have left before: bytes of each backward. And bytes of a backward under no_sync(),
@@ -714,11 +719,13 @@ def accumulated(stage_class):
                 zero.model(*wide_numbers(rank, micro)).backward()
             sent.append(calls.sent())
         found.append(gradients(zero))
+        with zero.no_sync():
+            pass
         zero.clip_grad_norm_(1e9)
         zero.step()
         sent.append(calls.sent())
     zero = build(stage_class, wide)
-    for error in (ZeroDivisionError, KeyboardInterrupt):  # the second is no Exception
+    for error in (ZeroDivisionError, KeyboardInterrupt, Halted):  # the last two are no Exception
         with contextlib.suppress(error), zero.no_sync():
             raise error
     for micro in range(MICROS):
@@ -753,7 +760,7 @@ def test_micro_batches_are_sent_once(stage_class):
         )
         assert total <= 1.05 * share + 8 * checks.most_padding(wide(), 2), (
             f"for {MICROS} micro-batches, clip_grad_norm_() and step() rank {rank} sent {in_words(total)}, and "
-            f"{in_words(share)} are enough: gradients are averaged once"
+            f"{in_words(share)} are enough: gradients are averaged once (here an empty no_sync() comes after backward)"
         )
 
 
@@ -763,9 +770,9 @@ def test_an_error_ends_no_sync_too(stage_class):
     for rank, (sent, *_) in enumerate(once(accumulated, 2, stage_class)):
         after = sent[MICROS + 1]
         assert after >= psi / 2, (
-            f"an error, and Ctrl-C, were raised under no_sync(), and caught outside of it. The next backward sent "
-            f"{in_words(after)} on rank {rank}, and {in_words(psi)} must leave there: a context ends also when an "
-            "error leaves it, whatever error it is (finally)"
+            "an error, Ctrl-C and another BaseException were raised under no_sync(), and caught outside. The next "
+            f"backward sent {in_words(after)} on rank {rank}, and {in_words(psi)} must leave there: a context ends "
+            "also when an error leaves it, whatever error it is (finally)"
         )
 
 

@@ -487,6 +487,13 @@ WRONG |= {  # what strangers handed in, and had full marks
     "a multiple is rounded up, too": Wrong(
         1, "test_each_rank_optimizes_its_part", r"padded_size\(32, 2\) is 64: the smallest .* is 32",
         padded_size("return (elements // (16 * world_size) + 1) * 16 * world_size"), 2),
+    "padded to a multiple of 16 and of N": Wrong(
+        1, "test_each_rank_optimizes_its_part", r"padded_size\(33, 2\) is 48: the smallest .* is 64",
+        padded_size("import math", "return -(-elements // math.lcm(16, world_size)) * math.lcm(16, world_size)"), 2),
+    "room for scaled gradients stays": Wrong(
+        3, "test_optimizer_state_is_a_shard", r"after the first step .* \(gradient_scale is 0.5 here\)",
+        update_shard(scale="if gradient_scale is not None:\n    gradient = gradient * gradient_scale\n"
+                           "    bucket.scaled = gradient")),
     "a scale of 0 is none": Wrong(
         5, "test_clips_by_the_global_norm", r"with a gradient_scale of 0 the norm is 0, and rank 0 returned",
         global_norm(end="return norm * (gradient_scale or 1.0)")),
@@ -537,9 +544,7 @@ RIGHT = {
         "return elements + -elements % (16 * world_size)"
     ) | shard_of("return whole.chunk(world_size)[rank]") | over_shards() | bucket_complete() | update_shard()
     | step() | master_of("return nn.Parameter(shard.detach().clone().float())") | global_norm() | clip_grad_norm_(),
-    "padded to N alone, and blocking": padded_size(
-        "return (elements + world_size - 1) // world_size * world_size"
-    ) | bucket_complete(reduce=REDUCE.replace(", async_op=True", "").replace("pending = ", ""), end="") | step(
+    "blocking": bucket_complete(reduce=REDUCE.replace(", async_op=True", "").replace("pending = ", ""), end="") | step(
         gather="collectives.all_gather(bucket.parameters, bucket.parameter_shard.clone(), group=self.group)", end=""),
 }
 

@@ -613,6 +613,32 @@ WRONG |= {  # what strangers handed in, and had full marks
         clip_grad_norm_(norm="self.__dict__.setdefault('_norm', precision.global_norm(gradients, self.gradient_scale, "
                         "group=self.group)).clone()") | zero_grad(scale="self.gradient_scale = None\n"
                                                                   "self.__dict__.pop('_norm', None)")),
+    "each fourth step ends with a barrier": Wrong(
+        2, "test_running_statistics_are_alike", r"rank 0 called barrier \d times in 18 steps",
+        edited("03_gradients", "Stage2.step", ("replicas.", "if self.reducer.steps % 4 == 3:\n"
+               "        torch.distributed.barrier(self.group)\n    replicas."))),
+    "statistics of the first steps alone": Wrong(
+        2, "test_running_statistics_are_alike", r"after step\(\) number \d+ batch norm's running mean is",
+        edited("03_gradients", "Stage2.step", ("replicas.", "if self.reducer.steps < 4:\n        replicas."))),
+    "what is under way when zero_grad is called is dropped": Wrong(
+        3, "test_the_second_step_starts_afresh", r"nobody has waited for 1 collectives",
+        edited("03_gradients", "Stage2.zero_grad", ("self._wait()", "self.reducing = None"))),
+    "gradients of fp64 are reduced in fp32": Wrong(
+        1, "test_gradients_of_16_bits_are_added_in_32", r"gradients of float64: .* rounded to fp32 on the way",
+        bucket_complete(reduce=f"""
+            narrow = part.float()
+            collectives.reduce_scatter(narrow, whole.float(), op=op, group=self.group)
+            part.copy_(narrow)
+            {AT_ONCE}
+            """)),
+    "clips once a step": Wrong(
+        4, "test_trains_with_clipping", r"clip_grad_norm_ was called with 1.0 and then, before step\(\), with 0.5",
+        clip_grad_norm_(scale="if not getattr(self, 'clipped', False):\n    self.gradient_scale = precision.clip("
+                              "self.gradient_scale, norm, max_norm)\nself.clipped = max_norm == 1.0")),
+    "an infinite max_norm ends the scale": Wrong(
+        4, "test_trains_with_clipping", r"self.gradient_scale was 0.5, as a loss scaler leaves it",
+        edited("03_gradients", "Stage2.clip_grad_norm_", ("return norm", "if max_norm == float('inf'):\n"
+               "        self.gradient_scale = None\n    return norm"))),
 }
 
 RIGHT = {

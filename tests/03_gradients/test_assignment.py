@@ -30,14 +30,15 @@ from sharded import (
     LAYER,
     LAYERS,
     LOOKS,
+    MANY,
     NO_BACKWARD,
     PSI,
     SPARE,
-    Given,
     Most,
-    after_a_step,
+    after_many_steps,
     alike,
     assert_added_in_32,
+    assert_keeps_16_bits,
     assert_kernel_agrees,
     assert_no_barrier,
     assert_nothing_is_left,
@@ -219,7 +220,10 @@ def test_a_rank_without_a_backward_takes_the_step(stage_class):
 
 @pytest.mark.step(2, points=2)
 def test_running_statistics_are_alike(stage_class):
-    assert_statistics_are_of_rank_0(once(after_a_step, 2, stage_class))
+    found = once(after_many_steps, 2, stage_class)
+    assert_statistics_are_of_rank_0(found)
+    for rank, (*_, made) in enumerate(found):
+        assert_no_barrier(made, rank, f"{MANY} steps")
 
 
 def shards_after_step(stage_class):
@@ -238,7 +242,7 @@ def test_a_backward_after_step_is_refused(stage_class):
         assert all(same), (
             f"step() dropped or changed {same.count(False)} of {len(same)} gradient shards on rank {rank}: whoever "
             "prints their norm after it still needs them. zero_grad() drops them")
-    for rank, (_, refused) in enumerate(once(after_a_step, 2, stage_class)):
+    for rank, (_, refused, _) in enumerate(once(after_many_steps, 2, stage_class)):
         assert refused, (
             f"backward, step(), backward without zero_grad(): rank {rank} added the second gradient to the first one's "
             "shards without a word. It must be an error: set self.reducer.needs_zero_grad in step()"
@@ -345,10 +349,18 @@ def test_a_step_sends_as_much_as_data_parallelism(stage_class):
 # ------------------------------------------------------------------------------- step 3: zero_grad, and accumulation
 
 
+def dropped(stage_class):
+    """second_step(), and how many collectives of ours nobody has waited for when it ends."""
+    with checks.Watch() as watch:
+        found = second_step(stage_class)
+    kinds = [event.kind for event in watch.events]
+    return *found, kinds.count("start") - kinds.count("wait")
+
+
 @pytest.mark.step(3, points=4, stuck="this is the second step: what was counted or kept in the first one must start "
                   "afresh")
 def test_the_second_step_starts_afresh(stage_class):
-    shards = [second for second, _ in once(second_step, 2, stage_class)]
+    shards, after, left = zip(*once(dropped, 2, stage_class), strict=True)
     first, second = gradients_of(2, steps=[0]), gradients_of(2, steps=[1])
     both = sum(first) / 2 + sum(second) / 2
     parts = torch.cat([flat(rank, own) for rank, own in enumerate(shards)])
@@ -358,10 +370,13 @@ def test_the_second_step_starts_afresh(stage_class):
             "the second step's gradient is the sum of both steps': zero_grad() left the first one's in the shards"
         )
     assert_shards_hold(shards, second, "the mean gradient of the second step")
-    dropped = [after for _, after in once(second_step, 2, stage_class)]
-    assert_shards_hold(dropped, gradients_of(2, steps=[3]), "the mean gradient of the last backward, where the one "
+    assert_shards_hold(after, gradients_of(2, steps=[3]), "the mean gradient of the last backward, where the one "
                        "before was dropped (zero_grad() without step()), and had failed in its second micro-batch: a "
                        "reduction was under way when zero_grad() was called")
+    assert max(left) <= 0, (
+        f"a backward failed while a reduction was under way, then came zero_grad(): nobody has waited for {max(left)} "
+        "collectives. Its vector is still being sent, and is never given back"
+    )
 
 
 def accumulated(stage_class):
@@ -403,23 +418,7 @@ def test_micro_batches_wait_in_shards(stage_class):
             f"{in_words(LAYERS * LAYER / 2)}: in P_os+g each micro-batch is reduced, whole gradients have no place to "
             "wait"
         )
-    for rank, (width, scale) in enumerate(toys.run(two_in_bf16, 2, stage_class)):
-        assert scale in (None, 1.0), f"gradient_scale was 0.5, and after zero_grad() it is {scale} on rank {rank}"
-        assert width == 2, (
-            f"the parameters are in bf16, and after two micro-batches rank {rank}'s shards of gradients have {width} "
-            "bytes an element: they keep the parameters' dtype, also when one is added to another"
-        )
-
-
-def two_in_bf16(stage_class):
-    """Bytes an element of the shards after two micro-batches of a model in bf16; a scale after zero_grad()."""
-    zero = stage_class(Given().bfloat16(), optim.SGD, lr=1.0)
-    for _ in range(2):
-        zero.model(torch.ones(60, dtype=torch.bfloat16)).backward()
-    width = max(shard.element_size() for shard in zero.reduced_gradients())
-    zero.gradient_scale = 0.5
-    zero.zero_grad()
-    return width, None if zero.gradient_scale is None else float(zero.gradient_scale)
+    assert_keeps_16_bits(stage_class)
 
 
 def memory_of_training(stage_class):

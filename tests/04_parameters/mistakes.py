@@ -685,6 +685,26 @@ WRONG |= {  # what strangers handed in, and had full marks
                 "try:", function("with whole_parameters(self.all_buckets, self.rank, self.group):", "yield",
                                  "replicas.check_alike(self.model, self.group)"), "self.gathered = False",
                 "self._release_all()"), function("finally:", "self.gathered = False"))}),
+    "a unit's buckets are gathered one after the other": Wrong(
+        3, "test_nobody_waits_for_the_next_unit", r"turns rank 0 did not begin to compute before it had",
+        _gather(room=f"for pending in unit.gathering:\n    pending.wait()\n{ROOM}")),
+    "micro-batches of 16 bits are added in fp32": Wrong(
+        4, "test_micro_batches_add_up", r"after two micro-batches rank 0's shards of gradients have 4 bytes an",
+        wait(keep=KEEP.replace("+= part", "= bucket.gradient_shard.float() + part"))),
+    "each fourth step ends with a barrier": Wrong(
+        5, "test_statistics_and_a_backward_too_many", r"rank 0 called barrier \d times in 18 steps",
+        step(spent=f"if self.reducer.steps % 4 == 3:\n    {BARRIER}\nself.reducer.needs_zero_grad = True")),
+    "statistics of the first steps alone": Wrong(
+        5, "test_statistics_and_a_backward_too_many", r"after step\(\) number \d+ batch norm's running mean is",
+        step(statistics=f"if self.reducer.steps < 4:\n    {STATISTICS}")),
+    "gradients of fp64 are reduced in fp32": Wrong(
+        4, "test_gradients_of_16_bits_are_added_in_32", r"gradients of float64: .* rounded to fp32 on the way",
+        bucket_complete(reduce="""
+            narrow = part.float()
+            collectives.reduce_scatter(narrow, whole.float(), op=op, group=self.group)
+            part.copy_(narrow)
+            pending = collectives.Work([])
+            """)),
 }
 
 RIGHT = {

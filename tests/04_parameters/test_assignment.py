@@ -17,11 +17,13 @@ from clipping import CLIPPED, assert_clipping_leaves_the_gradients
 from sharded import (
     GROUP,
     LOOKS,
+    MANY,
     Most,
-    after_a_step,
+    after_many_steps,
     alike,
     assert_accounts,
     assert_added_in_32,
+    assert_keeps_16_bits,
     assert_no_barrier,
     assert_nothing_is_left,
     assert_nothing_moved,
@@ -476,8 +478,9 @@ PAUSE, TRIES = 0.04, 3  # seconds that rank 1 waits before it sends anything
 
 
 def forwards_marked(stage_class, training=True, grad=True):
-    """Of the second forward: Marks.begun, on a rank 1 that sends late."""
-    zero, rank = build(stage_class, Tower), dist.get_rank()
+    """Of the second forward: Marks.begun, on a rank 1 that sends late. Units have two buckets."""
+    mine, rank = toys.build(Tower, dist.get_rank()), dist.get_rank()
+    zero = stage_class(mine, optim.SGD, lr=1.0, param_groups=checks.matrices_decay(mine)[::-1])
     zero.model.train(training)
     marks = Marks(zero.model, pause=PAUSE * rank)
     with torch.set_grad_enabled(grad):
@@ -962,6 +965,7 @@ def test_micro_batches_add_up(stage_class):
     )
     gradients = gradients_of(2, steps=[0, 1], make=Tower, batch=numbers)
     assert_shards_hold(shards, gradients, "the mean gradient, summed over two micro-batches", make=Tower)
+    assert_keeps_16_bits(stage_class)
 
 
 # ------------------------------------------------------------------- step 5: step, evaluation, the whole for a moment
@@ -1045,9 +1049,10 @@ def test_a_step_sends_nothing(stage_class):
 
 @pytest.mark.step(5, points=1)
 def test_statistics_and_a_backward_too_many(stage_class):
-    found = toys.run(after_a_step, 2, stage_class, 2)
+    found = toys.run(after_many_steps, 2, stage_class)
     assert_statistics_are_of_rank_0(found)
-    for rank, (_, refused) in enumerate(found):
+    for rank, (_, refused, made) in enumerate(found):
+        assert_no_barrier(made, rank, f"{MANY} steps")
         assert refused, (
             f"backward, step(), backward without zero_grad(): rank {rank} added the second gradient to the first one's "
             "shards without a word. It must be an error: set self.reducer.needs_zero_grad in step()"
