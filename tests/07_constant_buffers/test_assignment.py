@@ -881,7 +881,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(lesson):
             what = f"buffers of {dtype}, several tensors of it, and a last one of {wrong}: on rank {rank}"
             assert raised == "ValueError" or raised and wrong == "None", (
                 f"{what} all_reduce() {'raised ' + raised if raised else 'went through: rounded, or left out'}"
-                ". It must be a ValueError, before anything is sent: does fused.flat_views know the buffers' dtype, and "
+                ". It must be a ValueError, before anything is sent: does fused.flat_views know the buffers' dtype and "
                 "their device?"
             )
             assert untouched, (
