@@ -135,13 +135,14 @@ class Marks(Calls):
     def sent_at(self, moment):
         return sum(sent_for(call, dist.get_world_size()) for call in self.made if call.at <= moment)
 
-    def begun(self, size):
+    def begun(self, size, part=0.5):
         """In the order in which blocks computed, of each but the last: its place, when it began to compute, and when
-        this rank began to send what the next one needs, of which it sends `size` bytes."""
+        this rank began to send what the next one needs, of which it sends `size` bytes: the call that makes it this
+        part of them, since they may travel in pieces."""
         at_the_end, found = self.sent_at(self.marks[-1][1]), []
         for number, (place, moment) in enumerate(self.marks[:-1]):
             later = len(self.marks) - 2 - number  # blocks after the next one
-            enough = at_the_end - (later + 0.5) * size  # half of it: it may travel in pieces
+            enough = at_the_end - (later + 1 - part) * size
             found.append((place, moment, min(call.at for call in self.made if self.sent_at(call.at) >= enough)))
         return found
 

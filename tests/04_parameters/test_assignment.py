@@ -477,17 +477,18 @@ def test_units_inside_the_one_at_work_stay(stage_class):
 PAUSE, TRIES = 0.04, 3  # seconds that rank 1 waits before it sends anything
 
 
-def forwards_marked(stage_class, training=True, grad=True):
-    """Of the second forward: Marks.begun, on a rank 1 that sends late. Units have two buckets."""
+def forwards_marked(stage_class, part, training=True, grad=True):
+    """Of the second forward: Marks.begun, on a rank 1 that sends late. Each block has half of it in another group."""
     mine, rank = toys.build(Tower, dist.get_rank()), dist.get_rank()
-    zero = stage_class(mine, optim.SGD, lr=1.0, param_groups=checks.matrices_decay(mine)[::-1])
+    halves = [[param for name, param in mine.named_parameters() if (".down." in name) == down] for down in (0, 1)]
+    zero = stage_class(mine, optim.SGD, lr=1.0, param_groups=[{"params": params} for params in halves])
     zero.model.train(training)
     marks = Marks(zero.model, pause=PAUSE * rank)
     with torch.set_grad_enabled(grad):
         zero.model(*numbers(rank, 0))
         with marks:
             zero.model(*numbers(rank, 1))
-    return marks.begun(BLOCK / 2)
+    return marks.begun(BLOCK / 2, part)
 
 
 def assert_prefetched(begun, rank, when):
@@ -518,13 +519,13 @@ def assert_not_waited_for(function, stage_class, when):
 @pytest.mark.step(3, points=4)
 def test_the_next_unit_is_on_its_way(stage_class):
     for training, grad, mode in ((True, True, ""), (False, True, " in eval() mode"), (False, False, " under no_grad")):
-        for rank, begun in enumerate(once(forwards_marked, 2, stage_class, training, grad)):
+        for rank, begun in enumerate(once(forwards_marked, 2, stage_class, 0.6, training, grad)):
             assert_prefetched(begun, rank, f"the second forward pass{mode}")
 
 
 @pytest.mark.step(3, points=3)
 def test_nobody_waits_for_the_next_unit(stage_class):
-    assert_not_waited_for(forwards_marked, stage_class, "the second forward pass")
+    assert_not_waited_for(functools.partial(forwards_marked, part=0.4), stage_class, "the second forward pass")
 
 
 ORDERS = (None, 2, None, 4, 4)  # which block is left out in each pass

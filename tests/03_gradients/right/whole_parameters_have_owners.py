@@ -52,7 +52,8 @@ class Stage2:
         self.waiting, self.ready, self.running, self.reduced = list(self.params), set(), False, True
 
     def reduce(self, param):
-        gradient = torch.zeros(param.shape) if param.grad is None else param.grad.float()
+        gradient = torch.zeros_like(param.data) if param.grad is None else param.grad
+        gradient = gradient.to(torch.promote_types(param.dtype, torch.float32))
         param.grad = None
         dist.reduce(gradient, self.world_rank(self.owner[param]), group=self.group)
         if param in self.mine:

@@ -51,12 +51,13 @@ class Part:
             restore(param, view)
 
     def reduce(self):
-        gradients = torch.zeros(self.whole.shape)
+        wide = torch.promote_types(self.shard.dtype, torch.float32)
+        gradients = torch.zeros(self.whole.shape, dtype=wide)
         for param, view in self.views(gradients):
             if param.grad is not None:
                 view.copy_(param.grad)
                 param.grad = None
-        own = torch.empty(self.shard.shape)
+        own = torch.empty(self.shard.shape, dtype=wide)
         reduce_scatter(own, gradients, group=self.group)
         own = (own / self.count).to(self.shard.dtype)
         self.gradient = own if self.gradient is None else self.gradient + own

@@ -47,11 +47,12 @@ class Sharded:
 
     def reduce(self):
         param = self.params[0]
-        whole = torch.zeros(self.padded)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        whole = torch.zeros(self.padded, dtype=wide)
         if param.grad is not None:
             whole[: self.size] = param.grad.flatten()
             param.grad = None
-        mine = torch.zeros(self.parameter_shard.shape)
+        mine = torch.zeros(self.parameter_shard.shape, dtype=wide)
         reduce_scatter(mine, whole, group=self.group)
         mine = (mine / self.count).to(self.dtype)
         self.gradient_shard = mine if self.gradient_shard is None else self.gradient_shard + mine
