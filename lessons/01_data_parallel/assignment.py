@@ -144,9 +144,9 @@ class Reducer:
 
     def watch_output(self, module, inputs, output) -> None:
         in_func = torch._C._functorch.peek_interpreter_stack() is not None  # its passes are its own
-        for leaf in filter(torch.is_tensor, tree_leaves(output)):
-            if leaf.grad_fn is not None and not in_func:
-                leaf.grad_fn.register_prehook(WeakHook(lambda reducer, *_: reducer.begin(), self))
+        for tensor in filter(torch.is_tensor, tree_leaves(output)):
+            if tensor.grad_fn is not None and not in_func:
+                tensor.grad_fn.register_prehook(WeakHook(lambda reducer, *_: reducer.begin(), self))
 
     def begin(self) -> None:
         """A pass begins, unless one is under way: backward has come to something of this model."""
@@ -179,7 +179,7 @@ class Reducer:
         ...  # until step 3 nothing happens here
 
     def _gradient(self, param: nn.Parameter) -> None:
-        """A parameter's gradient has come."""
+        """A parameter's gradient has come. (A second one in a pass: guards/used_gradients.py.)"""
         # step 3: the stage was told; under accumulate() that is all. Else the parameter's buckets
         # no longer wait for it, those that wait for nothing are in self._completed, and
         # self._hand_over_complete was called.

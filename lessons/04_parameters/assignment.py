@@ -6,7 +6,7 @@ Memory a rank, for Ψ parameters on N ranks:
     16 bit   2Ψ/N            + 2Ψ/N           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
 and, whole, the parameters of the root unit, the unit at work and the one being prefetched, and the
 gradients of the root, the unit at work and the one being reduced. On gloo, what the other ranks
-send takes another (N−1)/N of that one's gradients.
+send takes another (N−1)/N of the gradients being reduced.
 
 Communication plan, a step; what each rank sends. The units are the model's blocks, and the rest,
 the root; each is one bucket, or several if its parameters differ in dtype, device or optimizer
@@ -16,9 +16,9 @@ group:
     backward   all-gather each unit before its turn, free it at the next one      Ψ(N−1)/N elements
                reduce-scatter its gradients once backward has left it,
                and free them                                                      Ψ(N−1)/N elements
-    step       update its own shard: nothing is sent
+    step       update its own shard: no parameters are sent
 Together 1.5 times what data parallelism sends, or a little less: the root and the last block stay
-from forward to backward.
+from forward to backward, and the first block to the next micro-batch's forward.
 Not counted, since small: running statistics (batch norm) at each step, and a norm when clipping.
 """
 
@@ -57,12 +57,12 @@ class Stage3(Hooks):
     If a parameter gets no gradient on a rank, its gradient there counts as zero. If no rank has
     one, earlier momentum and weight decay still move it, unlike in plain torch. After backward only
     reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_(). A parameter can be
-    read from its unit's turn until the turn of another one; the root's until step() or the end of
-    an evaluation. After that it keeps only its shape; to read it, use `gather_parameters()`. While
-    it can be read, a loss may be computed from it (an L1 penalty, say), and edits in place are kept
-    if all ranks make them alike: else the next backward raises. Keep a .clone() of what you read,
-    not a view: a view that is taken inside the unit's own forward gives no error when its memory is
-    freed.
+    read from its unit's turn until the turn of another one; the root's until step(),
+    gather_parameters() or the end of an evaluation. After that it keeps only its shape; to read it,
+    use gather_parameters(). While it can be read, a loss may be computed from it (an L1 penalty,
+    say), and edits in place are kept. Make them alike on all ranks, else the next backward raises.
+    Keep a .clone() of what you read: a view that is taken inside the unit's own forward points to
+    freed memory later, without an error.
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
         element-wise; TypeError for a wrong model, optimizer class or optimizer option; RuntimeError
         if there are no ranks, or if their models differ. set_up() names the rest.
@@ -171,7 +171,7 @@ class Stage3(Hooks):
         #   raises
         raise NotImplementedError("step 5: evaluation_done")
 
-    # during backward: core/reducer.py calls these
+    # during backward: core/reducer.py calls these; bucket_complete when backward has left a unit
 
     def backward_begins(self):
         if self.gathered:
@@ -226,7 +226,7 @@ class Stage3(Hooks):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update this rank's shards. Nothing is sent: units are gathered when next used."""
+        """Update this rank's shards. No parameters are sent: units gather them when next used."""
         # step 5: the optimizer has updated each shard, with self.gradient_scale times the mean
         # gradient, and no unit is whole. What was changed in place before is in the shards. Inside
         # gather_parameters() it raises before anything is sent. Running statistics are those of

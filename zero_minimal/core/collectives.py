@@ -39,8 +39,8 @@ from zero_minimal.core.work import Work, at_work, collective, other_ranks, wait_
 # torch 2.13 renamed both
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-LONG = 2**18  # bytes: before a message as long as this a rank sleeps, …
-NAP = 1e-5  # seconds, in which gloo's thread can see that the other rank is ready for it
+LONG = 2**18  # bytes: before it sends a message as long as this, a rank sleeps for …
+NAP = 1e-5  # seconds: meanwhile gloo's thread can see that the other rank is ready for it
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
@@ -160,7 +160,7 @@ def _exchange(leaving: list, arriving: list, group) -> list:
 
 
 def _meet() -> None:
-    """Before one of gloo's own collectives, which may receive the message of another collective."""
+    """Before one of gloo's own collectives: it could take messages still to come for its."""
     wait_for_half_done(at_work().group)
     tell("messages", "read", at_work())
 

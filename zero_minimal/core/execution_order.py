@@ -17,7 +17,7 @@ IN_BACKWARD = 2**48  # added to the numbers of nodes that backward makes: more t
 
 
 class Pass:
-    """A forward pass. Its graph's nodes hold this object, so it lives as long."""
+    """A forward pass. The nodes of its graph hold this object, so it lives as long as they do."""
 
 
 class ExecutionOrder:
@@ -31,17 +31,17 @@ class ExecutionOrder:
     Which unit is expected next? If this unit also had turn t in the last pass of this kind, then
     the unit that had turn t + 1 there.
 
-    How is backward followed? Through hooks on the grad_fn of each tensor that a unit returns: on
-    its way to a parameter backward meets one of these nodes first. The turn is that of the
-    innermost unit that ran when the node was made. (Other ways out of a unit, an auxiliary loss
-    say: zero_minimal/extensions.)
+    How is backward followed? Through hooks on the grad_fn of each tensor that a unit returns:
+    backward comes to one of these nodes before it comes to the unit's parameters. The turn is that
+    of the innermost unit that ran when the node was made. (Other ways out of a unit, an auxiliary
+    loss say: zero_minimal/extensions.)
 
     When is backward done with a unit? Autograd numbers the nodes of its graph as forward makes
-    them, and backward goes through them from the highest number down. So when it comes to a node,
-    it is done with every unit whose first call began after that node was made. The gradients
-    themselves could not tell: a parameter may have none on one of the ranks, and all ranks must
-    hand over at the same moment. No node that is followed is older than the first calls of the root
-    and the first unit: Reducer.finish() hands these over, when the pass ends.
+    them. Backward goes through them from the highest number down, and adds a parameter's gradient
+    as soon as it is made. So when backward comes to a node, it is done with every unit whose first
+    call began after that node was made: these are handed over. (Gradients could not tell: one may
+    be missing on one rank, and all ranks must hand over at the same moment.) The root, and the unit
+    that is called first, began before all these nodes: Reducer.finish() hands them over at the end.
 
     Make it after stage.reducer, whose hook at the model's output must run before the root's: it
     begins the pass, and then the root's turn in it begins.
@@ -67,20 +67,21 @@ class ExecutionOrder:
 
     def begin(self, kind: str) -> None:
         """A "forward" or "backward" pass begins."""
-        self._last = self._passes[kind]
-        self._now = self._passes[kind] = []
+        self._last_turns = self._passes[kind]
+        self._turns = self._passes[kind] = []
         self._went_back = kind == "backward"
         if self._went_back:  # drop what a checkpoint recomputed in the last pass
             self._first_call = {unit: number for unit, number in self._first_call.items()
                                 if number < IN_BACKWARD}
 
     def _forget(self) -> None:
-        # a call of a unit made the nodes with begin <= number < end. Backward may still come to
-        # nodes of forgotten calls (number < since): they do not show which units are done
+        # backward may still come to older nodes. The calls that made them are forgotten, so that
+        # they do not show which units are done
         self.since = next_number()
         self._first_call: dict[Unit, int] = {}  # unit → begin, in the order of the calls
         self.under_way: list[tuple] = []  # (begin, unit, module): calls that have not returned
-        # (begin, end, unit, its pass, weakly), inner calls before the outer one
+        # (begin, end, unit, its pass, weakly): a call that made the nodes begin <= number < end;
+        # inner calls stand before the outer one
         self._calls: list[tuple] = []
         self._pass = Pass()
 
@@ -98,17 +99,17 @@ class ExecutionOrder:
             return
         at_work = [one for _, one, _ in self.under_way]
         if module is not unit.module and (at_work if unit is self.root else unit in at_work):
-            return  # a part of the unit, while it runs (of the root: while any unit runs)
+            return  # extensions follow parts of units, too: nothing begins while the unit runs
         tell("unit_called", self, unit)
         if not self.stage.reducer.running:
             if self._went_back:  # a forward after a backward
-                # not at the end of backward: in forward A, forward B, backward A, backward B the
-                # calls of B are needed after the first backward
+                # here, and not when backward ends: after forward A, forward B and backward A,
+                # backward B still needs the calls of B
                 self._forget()
                 self._went_back = False
             if module in (self.root.module, self._opened_by):
                 self.begin("forward")
-            if not self._now:
+            if not self._turns:
                 self._opened_by = module
             if not self.under_way:
                 self._forget_the_dead()
@@ -128,8 +129,8 @@ class ExecutionOrder:
             return  # forward has failed: what is under way may never arrive
         if torch.is_grad_enabled():
             self.note_call(unit, began)
-            for leaf in filter(torch.is_tensor, tree_leaves(output)):
-                self.watch(leaf.grad_fn, self.innermost)
+            for tensor in filter(torch.is_tensor, tree_leaves(output)):
+                self.watch(tensor.grad_fn, self.innermost)
         tell("unit_returned", self, unit, module, output)
         if module is self.root.module and not (self.under_way or torch.is_grad_enabled()):
             self.stage.evaluation_done()
@@ -167,11 +168,11 @@ class ExecutionOrder:
 
     def turn(self, unit: Unit) -> None:
         """It is the unit's turn, unless it is already."""
-        if not unit.whole or self._now[-1:] != [unit]:
-            number = len(self._now)
-            as_before = self._last[number : number + 1] == [unit]
-            self._now.append(unit)
-            following = next(iter(self._last[number + 1 : number + 2]), None) if as_before else None
+        if not unit.whole or self._turns[-1:] != [unit]:
+            number = len(self._turns)
+            self._turns.append(unit)
+            expected, following = (*self._last_turns[number : number + 2], None, None)[:2]
+            following = following if expected is unit else None
             tell("unit_turn", self.stage, unit, following)
             self.stage.unit_turn(unit, following)
             tell("unit_turned", self, unit)

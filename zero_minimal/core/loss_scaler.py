@@ -1,6 +1,6 @@
 """Loss scaler: fp16's small gradients, saved by scaling the loss; ranks that skip a step together.
 
-A stage knows nothing of it: it divides through the stage's gradient_scale.
+A stage knows nothing of the scaler, which divides through the stage's gradient_scale.
 """
 
 import weakref
@@ -9,7 +9,7 @@ import torch
 
 from zero_minimal.core import collectives
 
-SMALLEST_SCALE = 2.0**-24  # gradients that overflow even so are not too large: they are not finite
+SMALLEST_SCALE = 2.0**-24  # a gradient that overflows even so is infinite or NaN by itself
 
 
 class LossScaler:
@@ -113,7 +113,7 @@ class LossScaler:
 
 
 def _finite(zero) -> torch.Tensor:
-    """Whether no gradient of this rank's is infinite or NaN, []."""
+    """Whether no gradient of this rank's is infinite or NaN: a 0-dim tensor."""
     if hasattr(zero, "gradients_are_finite"):  # they lie elsewhere, and zero asks there
         return zero.gradients_are_finite()
     return torch.stack([torch.isfinite(each).all() for each in zero.reduced_gradients()]).all()

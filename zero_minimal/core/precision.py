@@ -14,7 +14,7 @@ from torch import nn
 from zero_minimal.core import collectives
 from zero_minimal.core.layout import Bucket
 
-Scale = torch.Tensor | float | None  # what the update multiplies gradients with; None: nothing
+Scale = torch.Tensor | float | None  # what the update multiplies gradients with; None: 1
 
 
 def master_of(shard: torch.Tensor) -> nn.Parameter:

@@ -54,12 +54,12 @@ class Hooks:
         bucket needs: their .grad is not needed any more.
 
         Called once for every bucket, in the same order on every rank: in a pass that is not under
-        `accumulate()`, or in finish(), which step() may call anywhere.
+        `accumulate()`, or in finish(), which step() calls on a rank that ran no backward.
         """
 
     def backward_ends(self) -> None:
-        """Every bucket was handed over. If no pass did, as on a rank that ran no backward, step(),
-        clip_grad_norm_() and LossScaler.step() call finish(), and so this."""
+        """Every bucket was handed over. On a rank that ran no backward, step(), clip_grad_norm_()
+        and LossScaler.step() call finish(), which calls this."""
 
 
 class Reducer:
@@ -98,9 +98,9 @@ class Reducer:
 
     def watch_output(self, module, inputs, output) -> None:
         in_func = torch._C._functorch.peek_interpreter_stack() is not None  # its passes are its own
-        for leaf in filter(torch.is_tensor, tree_leaves(output)):
-            if leaf.grad_fn is not None and not in_func:
-                leaf.grad_fn.register_prehook(WeakHook(lambda reducer, *_: reducer.begin(), self))
+        for tensor in filter(torch.is_tensor, tree_leaves(output)):
+            if tensor.grad_fn is not None and not in_func:
+                tensor.grad_fn.register_prehook(WeakHook(lambda reducer, *_: reducer.begin(), self))
 
     def begin(self) -> None:
         """A pass begins, unless one is under way: backward has come to something of this model."""
@@ -128,7 +128,7 @@ class Reducer:
             param.register_post_accumulate_grad_hook(WeakHook(Reducer._gradient, self))
 
     def _gradient(self, param: nn.Parameter) -> None:
-        """A parameter's gradient has come."""
+        """A parameter's gradient has come. (A second one in a pass: guards/used_gradients.py.)"""
         self._arrived(param)
         if not self.accumulating:
             for bucket in self.buckets_of[param]:

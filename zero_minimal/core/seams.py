@@ -10,7 +10,7 @@ not know who listens:
     update      update_begins, update_ends, parameters_edited; naive_averages
     stage 3     units_followed, unit_called, unit_begins, unit_turn, unit_turned, unit_is_whole,
                 part_returned, unit_ends, unit_returned, backward_at_unit, left_behind,
-                parameter_released, parameter_restored
+                parameter_released, parameter_moves
     messages    collective, messages
 
 zero_minimal/__init__.py names the listeners; the first tell() imports them.

@@ -54,19 +54,19 @@ def set_up(
     chosen = {param for each in groups for param in each["params"]}
     trained = [param for param in model.parameters() if param in chosen]
     single = SimpleNamespace(name="", module=model, params=trained, buckets=[])
-    parts = units or [single]
     most = None if units else bucket_bytes
-    for part in parts:
-        part.buckets = layout.pack(part.params, groups, stage.world_size, most, padded_size)
-    # backward comes to the last part of the model first
-    stage.all_buckets = [bucket for part in reversed(parts) for bucket in part.buckets]
+    units = units or [single]
+    for unit in units:
+        unit.buckets = layout.pack(unit.params, groups, stage.world_size, most, padded_size)
+    # backward comes to the last unit of the model first
+    stage.all_buckets = [bucket for unit in reversed(units) for bucket in unit.buckets]
     stage.buckets = [bucket for bucket in stage.all_buckets if bucket.trained]
-    tell("buckets_planned", stage, parts, optimizer_class, [optimizer_options, *groups])
+    tell("buckets_planned", stage, units, optimizer_class, [optimizer_options, *groups])
     try:
-        for part in parts:
-            tell("unit_to_flatten", part, model)
-            layout.flatten(part.buckets)  # sets bucket.parameters, [padded]
-            for bucket in part.buckets:
+        for unit in units:
+            tell("unit_to_flatten", unit, model)
+            layout.flatten(unit.buckets)  # sets bucket.parameters, [padded]
+            for bucket in unit.buckets:
                 collectives.broadcast(bucket.parameters, group=group, of=bucket)
                 stage.own(bucket)  # sets bucket.parameter_shard; at stages 0 and 1 gradients too
                 if bucket.trained and bucket.master is None:  # the stage has made none itself

@@ -94,15 +94,15 @@ def release(param: nn.Parameter, placeholder: torch.Tensor) -> None:
 
 def restore(param: nn.Parameter, data: torch.Tensor) -> None:
     """Let it point to its values again."""
-    seams.tell("parameter_restored", param)
+    seams.tell("parameter_moves", param)
     param.data, param._zero_released = data, False
 
 
 @contextlib.contextmanager
 def whole_parameters(buckets: list[Bucket], rank: int, group=None) -> Iterator[None]:
     """Context in which the parameters are whole, in new memory: what the caller keeps of it stays
-    valid. At its end edits are carried over to this rank's shards, but not if it ends with an
-    error: other ranks may have none. All ranks must enter it, and none may run backward inside."""
+    valid. At its end edits are carried over to this rank's shards; after an error they are not,
+    since other ranks may have had no error. All ranks must enter it, and none may run backward."""
     gather_anew(buckets, group)
     yield
     with torch.no_grad():

@@ -16,7 +16,7 @@ def nothing(*_) -> None:
     """What a copied hook does, or one whose stage is gone."""
 
 
-# WeakHook._call as torch.compile leaves it alone. Not made before a hook: it imports the compiler
+# WeakHook._call, not traced by torch.compile. Made with the first hook: that imports the compiler
 _outside: list[Callable] = []
 
 

@@ -83,8 +83,8 @@ class Work:
 
 
 def wait_for_half_done(group: dist.ProcessGroup, before: float = float("inf")) -> None:
-    """An all_reduce on gloo sends its second half in wait(). Another rank may need that half before
-    it can start collective number `before`, which this rank waits for."""
+    """Finish earlier all_reduces, which on gloo send their second half in wait(): another rank may
+    need that half before it can start collective number `before`, for which this rank waits."""
     for one in sorted(_half_done, key=lambda one: one.number):
         if one.number < before and one.call is not None and one.call.group == group:
             one.wait()

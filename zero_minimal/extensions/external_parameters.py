@@ -8,7 +8,7 @@ parameter itself, which may be freed in backward. So each operation on a lent pa
 view of it, counts as a small call of the unit, with a turn in backward. To read a kept view after
 the parameter is released is an error: its memory is gone.
 
-Seam: parameter_restored.
+Seam: parameter_moves.
 """
 
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def follow_view(tensor: torch.Tensor, used: WeakHook) -> None:
         tensor.__class__, tensor._zero_used = View, used
 
 
-@seams.at("parameter_restored")
+@seams.at("parameter_moves")
 def becomes_plain(param: nn.Parameter) -> None:
     take_back([param])
 

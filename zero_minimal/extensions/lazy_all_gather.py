@@ -99,7 +99,7 @@ class Awaited(reads_of_freed_parameters.Absent):
         return self.__reduce_ex__(protocol)
 
 
-@seams.at("parameter_restored")
+@seams.at("parameter_moves")
 def becomes_plain(param: nn.Parameter) -> None:
     if isinstance(param, Awaited):
         param.__class__ = nn.Parameter

@@ -7,7 +7,7 @@ fingerprint: ranks that differ get an error before step(). Where .grad was chang
 stage 0, a sum of the gradients travels with the next backward.
 
 Seams: wrapped, followed, backward_begins, gradients_reduced, gradients_asked, gradients_dropped,
-update_begins, update_ends, parameters_edited, parameter_restored.
+update_begins, update_ends, parameters_edited, parameter_moves.
 """
 
 from collections.abc import Iterable
@@ -114,7 +114,7 @@ def look_for_edits(reducer) -> None:
         reducer.values = values
 
 
-@seams.at("parameter_restored")
+@seams.at("parameter_moves")
 def look_before_release(param: torch.nn.Parameter) -> None:
     """At stage 3 edits count from a unit's turn until its parameters are freed."""
     unit, bucket = home_of(param)

@@ -1,7 +1,7 @@
 """Ownership: a model belongs to one stage, and its parameters stay where that stage has put them.
 
 Seams: model_given, buckets_planned, wrapped, gradient_arrives, gradients_asked, pass_ends,
-parameter_restored.
+parameter_moves.
 Mistakes: a model that is wrapped twice; a parameter that was added, moved, replaced, tied, removed,
 frozen or unfrozen after wrapping.
 """
@@ -107,7 +107,7 @@ def check_owned(reducer) -> None:
                            "were tied, say). Do that before, or `del zero` and wrap again")
 
 
-@seams.at("parameter_restored")
+@seams.at("parameter_moves")
 def check_left(param: nn.Parameter) -> None:
     """At stage 3, before a parameter is released. Raise RuntimeError if it points elsewhere, to
     other values: they would be lost."""

@@ -1,6 +1,6 @@
 """Reads of freed parameters: at stage 3 it is an error to read one between its unit's turns.
 
-Seams: parameter_released, parameter_restored, wrapped.
+Seams: parameter_released, parameter_moves, wrapped.
 
 Its values are gone, and any number in their place would spread to losses and weights. So a released
 parameter has a class of its own: a program may ask for its shape, dtype, …, but not for its values.
@@ -102,7 +102,7 @@ def becomes_released(param: nn.Parameter) -> None:
         param.__class__ = FreedParameter
 
 
-@seams.at("parameter_restored")
+@seams.at("parameter_moves")
 def becomes_plain(param: nn.Parameter) -> None:
     if isinstance(param, FreedParameter):
         param.__class__ = nn.Parameter
