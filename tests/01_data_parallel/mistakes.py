@@ -349,7 +349,7 @@ WRONG = {
 }
 WRONG |= {  # what strangers handed in, and had full marks
     "one bucket at a time": Wrong(
-        3, "test_later_passes_go_in_the_order_of_completion", r"_hand_over_complete handed over 1: all that can go",
+        3, "test_later_passes_go_in_the_order_of_completion", r"and then the first, and 1 of them were handed over: all",
         hand_over_complete("for bucket, missing in list(self.waits_for.items())[:1]:\n    if not missing:\n"
                            "        self.hand_over(bucket)")),
     "a missing gradient is written in all its buckets": Wrong(
