@@ -349,7 +349,7 @@ WRONG = {
 }
 WRONG |= {  # what strangers handed in, and had full marks
     "one bucket at a time": Wrong(
-        3, "test_later_passes_go_in_the_order_of_completion", r"and then the first, and 1 of them were handed over: all",
+        3, "test_later_passes_go_in_the_order_of_completion", r"then the first, and 1 of them were handed over: all",
         hand_over_complete("for bucket, missing in list(self.waits_for.items())[:1]:\n    if not missing:\n"
                            "        self.hand_over(bucket)")),
     "a missing gradient is written in all its buckets": Wrong(
@@ -426,6 +426,19 @@ WRONG |= {  # what strangers handed in, and had full marks
         1, "test_afterwards_each_gradient_is_the_mean", r"of two branches of one shape: each needs zeros of its own",
         edited("01_data_parallel", "Naive.average", ("    for param", "    zeros = {}\n    for param"), (
             "torch.zeros_like(param)", "zeros.setdefault(param.shape, torch.zeros_like(param))")), 2),
+    "after no_sync() all leaves at the end": Wrong(
+        5, "test_micro_batches_add_up", r"It is the last of 3 micro-batches: those before it ran under no_sync\(\)",
+        gradient(begin="self._arrived(param)\nif self.accumulating:\n    self.heard = True",
+                 end="if not getattr(self, 'heard', False):\n    self._hand_over_complete()")),
+    "no_sync() alone averages nothing": Wrong(
+        5, "test_micro_batches_add_up", r"Here the only backward ran under no_sync\(\). Who asks for the gradients",
+        edited("01_data_parallel", "Reducer.accumulate", ("self.accumulating = False", "self.accumulating = False\n"
+               "        self.reduced = True"))),
+    "gradients are copied to be sent": Wrong(
+        5, "test_micro_batches_take_no_room_of_their_own", r"after a backward rank 0 holds .*: what else is there",
+        bucket_complete(reduce=REDUCE.replace("(bucket.gradients", "(bucket.copied") .replace(
+            "self.reducing", "bucket.copied = bucket.gradients.clone()\nself.reducing", 1)
+            + "\nself.reducing.wait()\nbucket.gradients.copy_(bucket.copied)\nself.reducing = None")),
 }
 
 RIGHT = {

@@ -714,15 +714,19 @@ class Halted(BaseException):
 def accumulated(stage_class):
     """Bytes sent up to the end of each of three micro-batches' backward, and with step(); {name: gradient}. Then both
     without no_sync(), which errors have left before: bytes of each backward. And bytes of a backward under no_sync(),
-    after a zero_grad() in there."""
+    after a zero_grad() in there; its gradients, asked for outside. Messages of the first three, and when gradients of
+    the last came."""
     rank, found = dist.get_rank(), []
     zero, sent = build(stage_class, wide), []
+    came = moments(zero.model)
     with checks.Calls() as calls:
         for micro in range(MICROS):
+            came.clear()
             with zero.no_sync() if micro + 1 < MICROS else contextlib.nullcontext():
                 zero.model(*wide_numbers(rank, micro)).backward()
             sent.append(calls.sent())
         found.append(gradients(zero))
+        left = messages(calls), [*came]
         with zero.no_sync():
             pass
         zero.clip_grad_norm_(1e9)
@@ -741,7 +745,8 @@ def accumulated(stage_class):
         zero.zero_grad()
         with checks.Calls() as calls:
             zero.model(*wide_numbers(rank, 0)).backward()
-    return [*sent, calls.sent()], *found
+    found.append(gradients(zero))
+    return [*sent, calls.sent()], *found, left
 
 
 @pytest.mark.step(5, points=4)
@@ -782,23 +787,30 @@ def test_an_error_ends_no_sync_too(stage_class):
 
 @pytest.mark.step(5, points=2)
 def test_micro_batches_add_up(stage_class):
+    results = once(accumulated, 2, stage_class)
     for place, words in ((1, "under no_sync()"), (2, "without no_sync()")):
-        assert_mean([0, 1], [result[place] for result in once(accumulated, 2, stage_class)], wide, wide_numbers,
-                    steps=range(MICROS), what=f"the ranks' mean of {MICROS} micro-batches' sum, {words}")
+        assert_mean([0, 1], [result[place] for result in results], wide, wide_numbers, steps=range(MICROS),
+                    what=f"the ranks' mean of {MICROS} micro-batches' sum, {words}")
+    assert_mean([0, 1], [result[3] for result in results], wide, wide_numbers, hint=". Here the only backward ran "
+                "under no_sync(). Who asks for the gradients after it, as step() does, gets the mean")
+    assert_leaves_early([(None, *result[4]) for result in results], f". It is the last of {MICROS} micro-batches: "
+                        "those before it ran under no_sync(), and what it was to count must be there again")
 
 
 def room_of_a_micro_batch(stage_class):
-    """Bytes that live after a backward, and after one under no_sync(). None from who has written another Reducer."""
+    """Bytes that live after a backward, and after one under no_sync(), of this stage and its model. None from who has
+    written another Reducer."""
     if not hasattr(stage_class, "Reducer"):
         return None
+    before = checks.live_bytes()
     zero, batch = build(stage_class, wide), wide_numbers(dist.get_rank(), 0)
     zero.model(*batch).backward()
     zero.reduced_gradients()
-    usual = checks.live_bytes()
+    usual = checks.live_bytes() - before
     zero.zero_grad()
     with zero.no_sync():
         zero.model(*batch).backward()
-        return usual, checks.live_bytes(until=usual, looks=5)
+        return usual, checks.live_bytes(until=before + usual, looks=5) - before
 
 
 @pytest.mark.step(5, points=1)
@@ -808,6 +820,10 @@ def test_micro_batches_take_no_room_of_their_own(stage_class):
     if None in results:
         return
     for rank, (usual, held) in enumerate(results):
+        assert usual <= 2.5 * psi, (
+            f"parameters have {in_words(psi)}, their gradients as much, and after a backward rank {rank} holds "
+            f"{in_words(usual)}: what else is there? Autograd's gradients lie in the buckets, and travel from there"
+        )
         assert held <= usual + psi / 2, (
             f"rank {rank} holds {in_words(usual)} after a backward, and {in_words(held)} after one under no_sync(): "
             f"its gradients, {in_words(psi)}, are there twice. Is the stage told of each that comes there, too, so "
