@@ -61,7 +61,11 @@ def assert_clips_by_the_global_norm(stage_class, world_size):
 def assert_clipping_leaves_the_gradients(stage_class):
     """It returns a 0-dim tensor, and the shards stay as they are."""
     for rank, of_rank in enumerate(once(clipped, 2, stage_class)):
-        for (_, shape, _, before, after, last, _, scale), max_norm in zip(of_rank, LIMITS, strict=True):
+        for (_, shape, _, before, after, last, (*_, sent), scale), max_norm in zip(of_rank, LIMITS, strict=True):
+            assert sent <= 1024, (
+                f"when the gradients were reduced, clip_grad_norm_({max_norm:g}) sent {in_words(sent)} on rank {rank}: "
+                "each rank has the squares of its own shards, and their sum is one number"
+            )
             assert torch.equal(flat(rank, before), flat(rank, after)), (
                 f"clip_grad_norm_({max_norm:g}) changed the gradients in rank {rank}'s shards: it changes "
                 "self.gradient_scale alone, and step() multiplies with that"
@@ -84,7 +88,7 @@ def assert_scales_a_bucket_at_a_time(stage_class):
     """What lives in clip_grad_norm_ besides: copies of a shard. In step(): a scaled shard, and shards that travel while
     the next is updated."""
     for rank, of_rank in enumerate(once(clipped, 2, stage_class)):
-        for (*_, last, (in_clipping, more), _), max_norm in zip(of_rank, LIMITS, strict=True):
+        for (*_, last, (in_clipping, more, _), _), max_norm in zip(of_rank, LIMITS, strict=True):
             assert in_clipping <= 3 * BUCKET, (
                 f"in clip_grad_norm_({max_norm:g}) rank {rank} holds up to {in_words(in_clipping)} more than before "
                 f"it, and its gradients are {in_words(4 * flat(rank, last).numel())} in all: the norm needs the "
@@ -138,10 +142,14 @@ def assert_trains_with_clipping(stage_class):
             f"returned holds {first_norm:.4g} after later calls. Who keeps norms, to plot them, has wrong ones: return "
             "a new tensor each time"
         )
-        assert scaled == pytest.approx(0.25 * 60**0.5, rel=1e-4), (
+        assert scaled[1] == pytest.approx(scaled[0], rel=1e-4), (
+            f"clip_grad_norm_(1e6) returned {scaled[0]:.4g} on rank {rank}, and clip_grad_norm_(inf), which only "
+            f"looks, {scaled[1]:.4g}: both are the whole gradient's norm, whatever the limit"
+        )
+        assert scaled[0] == pytest.approx(0.25 * 60**0.5, rel=1e-4), (
             f"a norm of {0.5 * 60**0.5:.4g} was looked at with clip_grad_norm_(inf), and then gradient_scale became "
-            f"0.5. The next clip_grad_norm_ returned {scaled:.4g} on rank {rank}, and half of it is right: is an older "
-            "norm kept?"
+            f"0.5. The next clip_grad_norm_ returned {scaled[0]:.4g} on rank {rank}, and half of it is right: is an "
+            "older norm kept?"
         )
         assert (after_dropped == 0.5).all(), (
             "a batch was clipped to 0.001, and dropped with zero_grad(). The next one is not clipped: SGD with lr 1 "

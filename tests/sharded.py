@@ -676,12 +676,16 @@ def gradients_left(model):
     return sum(grad.untyped_storage().nbytes() >= grad.nbytes for grad in grads)
 
 
-def small_updates(stage_class):
-    """Parameters that are 1, in bf16 but for the first, after 25 steps of 0.0015; all rounded to bf16."""
+def small_updates(stage_class, edit=None):
+    """Parameters that are 1, in bf16 but for the first, after 25 steps of 0.0015; all rounded to bf16. edit: what the
+    user sets all of them to after 12 steps."""
     model = Given().bfloat16()
     model.weights[0].data = model.weights[0].data.float()
     zero = stage_class(model, optim.SGD, lr=1e-3)
-    for _ in range(25):
+    for step in range(25):
+        with torch.no_grad():
+            for param in zero.model.parameters() if step == 12 and edit is not None else ():
+                param.fill_(edit)
         zero.model(torch.full((60,), 1.0 + dist.get_rank(), dtype=torch.bfloat16)).backward()
         zero.step()
         zero.zero_grad()
@@ -699,7 +703,7 @@ LIMITS = (0.1, 1e6)  # for the norm: below it, and above
 def clipped(stage_class):
     """For each limit: what clip_grad_norm_ returned, and its shape (None: it is no tensor), how far SGD with lr 1 went
     then, this rank's shards before clipping, after it and after the step, how many bytes more live in clipping and in
-    the step, and what the tensor holds that was gradient_scale before, a 1."""
+    the step and how many clipping sends, and what the tensor holds that was gradient_scale before, a 1."""
     torch.use_deterministic_algorithms(True)
     results, rank = [], dist.get_rank()
     for max_norm in LIMITS:
@@ -707,7 +711,7 @@ def clipped(stage_class):
         zero.model(*toys.tokens(rank, 0)).backward()
         shards, before = shards_of(zero), toys.whole_parameters(zero)
         scale = zero.gradient_scale = torch.tensor(1.0)
-        with Ledger("cpu") as ledger:
+        with checks.Calls() as calls, Ledger("cpu") as ledger:
             there = ledger.total
             norm = zero.clip_grad_norm_(max_norm)
         shape = list(norm.shape) if isinstance(norm, torch.Tensor) else None
@@ -716,7 +720,7 @@ def clipped(stage_class):
         zero.step()
         change = toys.distance(before, toys.whole_parameters(zero))
         results.append((float(norm), shape, change, shards, clipped_shards, shards_of(zero),
-                        (ledger.peak.total - there, memory.most), float(scale)))
+                        (ledger.peak.total - there, memory.most, calls.sent()), float(scale)))
     return results
 
 
@@ -756,8 +760,9 @@ def trained_with_norms(stage_class, recipes):
 def after_clips(stage_class):
     """60 parameters that were 1, after SGD with lr 1 and gradients of 0.5: after a step before which a batch was
     clipped to 0.001 and dropped; and after a second one, clipped, in which the first gradient is infinite. Before and
-    after a third one, whose gradient_scale is 0.5. What the norm that the first clipping returned is by then; that of
-    the third one, found a second time; and three norms where rank 0 alone ran a backward, before a last step."""
+    after a third one, whose gradient_scale is 0.5. What the norm that the first clipping returned is by then; those of
+    the third one, found again, with a limit and without; and three norms where rank 0 alone ran a backward, before a
+    last step."""
     zero, gradient, found = stage_class(Given(), optim.SGD, lr=1.0), torch.full((60,), 0.5), []
     zero.model(gradient).backward()
     kept = [zero.clip_grad_norm_(1e-3)]
@@ -773,8 +778,7 @@ def after_clips(stage_class):
     zero.model(torch.full((60,), 0.5)).backward()
     zero.clip_grad_norm_(torch.inf)  # to show it
     zero.gradient_scale = 0.5
-    scaled = float(zero.clip_grad_norm_(1e6))
-    zero.clip_grad_norm_(torch.inf)
+    scaled = [float(zero.clip_grad_norm_(max_norm)) for max_norm in (1e6, torch.inf)]
     found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))
     zero.step()
     found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))

@@ -537,6 +537,19 @@ WRONG |= {  # what strangers handed in, and had full marks
         5, "test_trains_with_clipping", r"(?s).*rank 0 alone has run a backward when clip_grad_norm_ is called",
         edited("02_optimizer_state", "Stage1.clip_grad_norm_", (
             "self.reduced_gradients()", "[bucket.gradient_shard for bucket in self.buckets]")), hangs=True),
+    "the norm is taken of whole gradients": Wrong(
+        5, "test_clipping_returns_a_tensor_and_leaves_the_gradients", r"clip_grad_norm_\(0.1\) sent .* one number",
+        edited("02_optimizer_state", "Stage1.clip_grad_norm_", (
+            "= self.reduced_gradients()", "= [all_of(self, shard) for shard in self.reduced_gradients()]"), (
+            "group=self.group)", "sharded=False)")) | {"all_of": """
+                def all_of(stage, shard):
+                    whole = shard.new_empty(shard.numel() * stage.world_size)
+                    collectives.all_gather(whole, shard, group=stage.group)
+                    return whole
+                """}),
+    "edits of parameters in 16 bits are lost": Wrong(
+        4, "test_small_steps_in_bf16_add_up", r"all parameters were set to 2, .* the master goes on from before",
+        {"update_shard": update_shard()["update_shard"].removeprefix("@changes_parameters\n")}),
 }
 
 RIGHT = {

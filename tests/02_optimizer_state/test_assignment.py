@@ -505,6 +505,11 @@ def test_a_backward_after_step_is_refused(stage_class):
 # ------------------------------------------------------------------------------- step 4: fp32 masters
 
 
+def edited_updates(stage_class):
+    """small_updates() with an edit; None from who updates in another way."""
+    return small_updates(stage_class, 2.0) if hasattr(stage_class, "update_shard") else None
+
+
 @pytest.mark.step(4, points=5, raised="the parameters are in bf16 here, and the master in fp32: what it is updated "
                   "with must be in fp32, too")
 def test_small_steps_in_bf16_add_up(stage_class):
@@ -515,6 +520,13 @@ def test_small_steps_in_bf16_add_up(stage_class):
             f"{max(parameter):.4g}: each is too small to be seen in bf16. So the optimizer updates an "
             "fp32 master, which is rounded to the parameter after each step and keeps its own digits. Is the master "
             "missing, or was parameter_shard never written? (The first of three parameters is in fp32 here.)"
+        )
+    wanted = torch.tensor(2 - 13 * 0.0015).bfloat16().item()
+    for rank, parameter in enumerate(toys.run(edited_updates, 2, stage_class)):
+        assert parameter is None or (parameter == wanted).all(), (
+            f"after 12 of the 25 steps all parameters were set to 2, on all ranks. It ends at {wanted:.4g}, and rank "
+            f"{rank} has {min(parameter):.4g} to {max(parameter):.4g}: the master goes on from before the edit. "
+            "@changes_parameters above update_shard carries edits over to it"
         )
 
 

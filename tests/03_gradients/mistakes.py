@@ -639,6 +639,20 @@ WRONG |= {  # what strangers handed in, and had full marks
         4, "test_trains_with_clipping", r"self.gradient_scale was 0.5, as a loss scaler leaves it",
         edited("03_gradients", "Stage2.clip_grad_norm_", ("return norm", "if max_norm == float('inf'):\n"
                "        self.gradient_scale = None\n    return norm"))),
+    "a norm without a limit is the rank's own": Wrong(
+        4, "test_trains_with_clipping", r"clip_grad_norm_\(1e6\) returned .* both are the whole gradient's norm",
+        clip_grad_norm_(norm="precision.global_norm(gradients, self.gradient_scale, group=self.group, "
+                        "sharded=max_norm != float('inf'))")),
+    "the norm is taken of whole gradients": Wrong(
+        4, "test_clipping_returns_a_tensor_and_leaves_the_gradients", r"clip_grad_norm_\(0.1\) sent .* one number",
+        edited("03_gradients", "Stage2.clip_grad_norm_", (
+            "= self.reduced_gradients()", "= [all_of(self, shard) for shard in self.reduced_gradients()]"), (
+            "group=self.group)", "sharded=False)")) | {"all_of": """
+                def all_of(stage, shard):
+                    whole = shard.new_empty(shard.numel() * stage.world_size)
+                    collectives.all_gather(whole, shard, group=stage.group)
+                    return whole
+                """}),
 }
 
 RIGHT = {

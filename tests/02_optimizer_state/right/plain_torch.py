@@ -41,14 +41,15 @@ class Part:
 
     def reduce(self):
         """What came since the last reduction, summed over ranks, is added to the mean."""
-        flat = torch.zeros(self.whole.numel())
+        wide = torch.promote_types(self.whole.dtype, torch.float32)
+        flat = torch.zeros(self.whole.numel(), dtype=wide)
         place = 0
         for param in self.params:
             if param.grad is not None:
                 flat[place : place + param.numel()] = param.grad.flatten()
                 param.grad = None
             place += param.numel()
-        mine = torch.zeros(self.shard)
+        mine = torch.zeros(self.shard, dtype=wide)
         reduce_scatter(mine, flat, group=self.group)
         mine = (mine / self.count).to(self.whole.dtype)
         self.mean = mine if self.mean is None else self.mean + mine
