@@ -473,7 +473,8 @@ RIGHT = {
                 best = None
                 for blocks in self.ranges:
                     for place, block in enumerate(blocks):
-                        if not block.used and block.size >= size and (best is None or block.size < best[0].size):
+                        if not block.used and block.size >= size and (
+                                best is None or (block.size, block.address) < (best[0].size, best[0].address)):
                             best = block, blocks, place
                 if best is None:
                     return None
