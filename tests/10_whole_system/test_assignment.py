@@ -85,10 +85,10 @@ PYTHONS = 64 * 1024  # bytes
 
 def worked_long(assignment):
     """What ConstantMemory makes for nine buckets of 256 kB at most, in 25 rounds of two micro-batches: for each method
-    bytes of new tensors at most during a call, and what they may be; bytes of Python's own, numpy's and bytearrays among
-    them, at most; and what is wrong first with what whole() and shard() gave, "" if nothing is."""
+    bytes of new tensors at most during a call, and what they may be; bytes of Python's own at most, numpy's and
+    bytearrays among them; and what is wrong first with what whole() and shard() gave, "" if nothing is."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    wrong, last = [], 0
+    wrong, last = "", 0
     for size in (16, 2**16):  # what is imported, or made once, is there before the large one comes
         params = [nn.Parameter(torch.zeros(elements)) for elements in (size // 2, *[size] * 8)]
         buckets = pack(params, [{"params": params}], ranks, 4 * size)
@@ -110,20 +110,21 @@ def worked_long(assignment):
             for bucket in buckets:
                 whole, part = call("whole", bucket), call("shard", bucket)
                 call("give_back", whole, whole, part)
-                if whole.any() or where(whole)[0] == last or len(whole) != bucket.padded:
-                    wrong.append(f"whole() gave {in_words(whole.nbytes)} for {in_words(4 * bucket.padded)}, " + (
-                        "which are not zero" if whole.any() else "in the same buffer twice in succession"))
+                if whole.any():
+                    wrong = wrong or f"in round {round} whole() gave a buffer that is not zero"
+                if where(whole)[0] == last:
+                    wrong = wrong or f"in round {round} whole() gave the same buffer twice in succession"
                 last = where(whole.fill_(1.0))[0]
                 if not later:
                     if where(part) != homes.setdefault(bucket, where(part)):
-                        wrong.append("shard() gave a bucket another place than in round 0")
+                        wrong = wrong or f"in round {round} shard() gave a bucket another place than in round 0"
                     bucket.gradient_shard = part
                     seen += [whole, part] * (not round)
             for bucket in buckets if later else ():
                 bucket.gradient_shard = None
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    return most, {"whole": largest, "shard": largest / ranks, "give_back": largest}, peak, "".join(wrong[:1])
+    return most, {"whole": largest, "shard": largest / ranks, "give_back": largest}, peak, wrong
 
 
 @pytest.mark.step(1, points=2)
@@ -159,7 +160,7 @@ def test_two_buffers_and_a_slab_are_all_there_is(assignment):
             f"{told}: ConstantMemory took {in_words(peak)} of Python's own memory, in arrays of numpy, bytes or lists, "
             "which no count of tensors shows. It is memory all the same: buffers and slab hold all that is needed"
         )
-        assert not wrong, f"{told}, in {LATER} rounds of two micro-batches: {wrong}. Each round is like the first one"
+        assert not wrong, f"{told}, in {LATER} rounds: {wrong}. Each of them is like the first one"
 
 
 def spied(assignment):
@@ -910,8 +911,8 @@ def test_the_norm_is_computed_in_fp32(assignment):
             for rank, norm in enumerate(found):
                 assert norm == pytest.approx(right, rel=1e-4), (
                     f"{told}: the norm is {right:.6g}, and rank {rank} found {norm:.6g}. Before it is scaled its "
-                    f"square is up to {(right / SCALE)**2:.2g}. fp16 reaches to 65,504, and bf16 keeps 3 digits: in which "
-                    "dtype are norm and scale computed?"
+                    f"square is up to {(right / SCALE)**2:.2g}. fp16 reaches to 65,504, and bf16 keeps 3 digits: in "
+                    "which dtype are norm and scale computed?"
                 )
         for rank, each in enumerate(scales):
             for (whole, part, scale, clipped), norm in zip(each, norms[rank], strict=True):
@@ -925,8 +926,8 @@ def test_the_norm_is_computed_in_fp32(assignment):
 
 
 def of_many_buckets(assignment):
-    """For buckets of two sizes: how many there are, bytes that clip_grad_norm_ asks to send, and how many norms 25 calls
-    more return."""
+    """For buckets of two sizes: how many there are, bytes that clip_grad_norm_ asks to send, and how many norms it
+    returns in 26 calls."""
     found = []
     for bucket_bytes in (16384, 512):
         system = system_of(assignment, "C4", 2, bucket_bytes=bucket_bytes)
