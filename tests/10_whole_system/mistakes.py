@@ -364,7 +364,7 @@ WRONG |= {  # what strangers handed in, and had full marks
         {"ConstantMemory.give_back": function(
             "def give_back(self, whole):", "self.sent = bytearray(whole.view(torch.uint8).numpy())")}),
     "twenty buckets, and then one buffer": Wrong(
-        1, "test_two_buffers_and_a_slab_are_all_there_is", r"in 25 rounds: in round \d whole\(\) gave the same buff",
+        1, "test_two_buffers_and_a_slab_are_all_there_is", r"in 4 rounds: in round \d whole\(\) gave the same buff",
         whole("self.calls = getattr(self, 'calls', 0) + 1\n"
               "buffer = self.constant_buffers.take() if self.calls < 20 else self.constant_buffers.buffers[0]\n"
               "return buffer[: bucket.padded].zero_()")),

@@ -80,11 +80,11 @@ def memories(assignment):
 
 
 LATER = 25  # how often something is done that must go on for ever
-PYTHONS = 64 * 1024  # bytes
+ROUNDS, PYTHONS = 4, 64 * 1024  # bytes
 
 
 def worked_long(assignment):
-    """What ConstantMemory makes for nine buckets of 256 kB at most, in 25 rounds of two micro-batches: for each method
+    """What ConstantMemory makes for nine buckets of 256 kB at most, in four rounds of two micro-batches: for each method
     bytes of new tensors at most during a call, and what they may be; bytes of Python's own at most, numpy's and
     bytearrays among them; and what is wrong first with what whole() and shard() gave, "" if nothing is."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -106,7 +106,7 @@ def worked_long(assignment):
                 most[name] = max(most[name], stock.highest)
             return result
 
-        for round, later in itertools.product(range(LATER), (False, True)):
+        for round, later in itertools.product(range(ROUNDS), (False, True)):
             for bucket in buckets:
                 whole, part = call("whole", bucket), call("shard", bucket)
                 call("give_back", whole, whole, part)
@@ -160,7 +160,7 @@ def test_two_buffers_and_a_slab_are_all_there_is(assignment):
             f"{told}: ConstantMemory took {in_words(peak)} of Python's own memory, in arrays of numpy, bytes or lists, "
             "which no count of tensors shows. It is memory all the same: buffers and slab hold all that is needed"
         )
-        assert not wrong, f"{told}, in {LATER} rounds: {wrong}. Each of them is like the first one"
+        assert not wrong, f"{told}, in {ROUNDS} rounds: {wrong}. Each of them is like the first one"
 
 
 def spied(assignment):

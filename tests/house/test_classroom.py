@@ -63,6 +63,7 @@ def messages(tmp_path, monkeypatch):
     in this process. step: of a lesson whose steps are drawn, the one to look at; None: those that are drawn."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    monkeypatch.setattr(supervisor, "SLOWEST", 60)  # a verdict is wanted also where other tests have the processors
 
     def run(lesson, source, only=None, world_size=3, patience=30.0, step=None):
         file = tmp_path / "assignment.py"
