@@ -395,7 +395,7 @@ WRONG |= {  # what strangers handed in, and had full marks
                    "factor = factor.to(next(self.model.parameters()).dtype).float()\n"
                    "self.gradient_scale = factor if scale is None else scale * factor")),
     "the norm is returned in 16 bits": Wrong(
-        4, "test_the_norm_is_computed_in_fp32", r"float16, .* in which dtype are norm and scale computed",
+        4, "test_the_norm_is_computed_in_fp32", r"float16, .* in which dtype are they computed",
         clip(end="return norm.to(next(self.model.parameters()).dtype)")),
 }
 

@@ -84,8 +84,8 @@ ROUNDS, PYTHONS = 4, 64 * 1024  # bytes
 
 
 def worked_long(assignment):
-    """What ConstantMemory makes for nine buckets of 256 kB at most, in four rounds of two micro-batches: for each method
-    bytes of new tensors at most during a call, and what they may be; bytes of Python's own at most, numpy's and
+    """What ConstantMemory makes for nine buckets of 256 kB at most, in four rounds of two micro-batches: for each
+    method bytes of new tensors at most during a call, and what they may be; bytes of Python's own at most, numpy's and
     bytearrays among them; and what is wrong first with what whole() and shard() gave, "" if nothing is."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     wrong, last = "", 0
@@ -912,7 +912,7 @@ def test_the_norm_is_computed_in_fp32(assignment):
                 assert norm == pytest.approx(right, rel=1e-4), (
                     f"{told}: the norm is {right:.6g}, and rank {rank} found {norm:.6g}. Before it is scaled its "
                     f"square is up to {(right / SCALE)**2:.2g}. fp16 reaches to 65,504, and bf16 keeps 3 digits: in "
-                    "which dtype are norm and scale computed?"
+                    "which dtype are they computed?"
                 )
         for rank, each in enumerate(scales):
             for (whole, part, scale, clipped), norm in zip(each, norms[rank], strict=True):
