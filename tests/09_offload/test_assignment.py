@@ -7,6 +7,7 @@ names what went wrong and shows the evidence. In between, they run on the refere
 import contextlib
 import dataclasses
 import itertools
+import random
 import tempfile
 import time
 import warnings
@@ -95,6 +96,11 @@ def buffers_filled_again():
         Bus.emptied = emptied
 
 
+def alike(one, other):
+    """The same numbers, or NaN on both sides."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 def serving(assignment):
     """What a host does here: the submission's HostState, which can also be given gradients, and notes how many masters
     have changed whenever a shard leaves."""
@@ -111,7 +117,7 @@ def serving(assignment):
                 first, send, self.changed = [master.detach().clone() for master in masters], self.bus.send, []
 
                 def sends(*what):
-                    self.changed.append(sum(not torch.equal(*pair) for pair in zip(masters, first, strict=True)))
+                    self.changed.append(sum(not alike(*pair) for pair in zip(masters, first, strict=True)))
                     return send(*what)
 
                 self.bus.send = sends
@@ -199,10 +205,56 @@ def test_the_host_keeps_its_own_copy(assignment):
 
 HOST_GROUPS = [dict(lr=0.1, weight_decay=0.1, betas=(0.9, 0.99), warmth=0.8),
                dict(lr=0.02, weight_decay=0.05, betas=(0.8, 0.9), warmth=1.0)]
-# factors of lr, scales of gradients; the last update has the gradients of the one before
-UPDATES = ((1.0, None), (0.5, 0.3), (0.5, "a tensor"), (0.5, 0.0), (0.5, None))
 SCALARS = 100  # bytes
 UPDATED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MANY = 12  # updates of a host, and steps of a stage
+
+
+@dataclasses.dataclass
+class Update:
+    factor: float  # of all options
+    scale: object  # None, a number, or a pair: a tensor with this number
+    gradients: int  # of which update: its own, or the one before
+    infinite: tuple | None = None  # where one of them is: shard, element, what it is
+
+    @property
+    def number(self):
+        """What gradients are multiplied with."""
+        return 1.0 if self.scale is None else self.scale[1] if isinstance(self.scale, tuple) else self.scale
+
+    def gradient(self, number, dtype):
+        gradient = values(number, dtype, self.gradients)
+        if self.infinite and self.infinite[0] == number:
+            gradient[self.infinite[1]] = self.infinite[2]
+        return gradient
+
+    def __str__(self):
+        kind = "a tensor of " if isinstance(self.scale, tuple) else ""
+        scale = "None" if self.scale is None else f"{kind}{self.number:.2g}"
+        return f"scale {scale}{', one gradient infinite or NaN' * bool(self.infinite)}"
+
+
+def updates():
+    """Drawn by lot: each kind of scale, also after another kind; an infinite gradient or NaN where the scale is 0."""
+    lot, drawn = random.Random(toys.seed(0, 9)), []
+
+    def between():
+        return lot.uniform(0.1, 0.9)
+
+    while not any(each.gradients < times for times, each in enumerate(drawn, 1)):
+        scales = [None, None, None, between(), between(), ("tensor", between()), ("tensor", between()),
+                  0, 0.0, ("tensor", 0.0), ("tensor", 0.0)]
+        lot.shuffle(scales)
+        drawn = [Update(1.0, None, 1)]
+        for times, scale in enumerate(scales, 2):
+            update, before = Update(lot.uniform(0.4, 0.9), scale, times), drawn[-1]
+            if not update.number:
+                shard = lot.choice(list(SIZES))
+                update.infinite = shard, lot.randrange(SIZES[shard]), lot.choice((torch.inf, -torch.inf, torch.nan))
+            elif before.scale is not None and lot.random() < 0.7:
+                update.gradients, update.infinite = before.gradients, before.infinite
+            drawn.append(update)
+    return drawn
 
 
 def updated(assignment):
@@ -212,11 +264,12 @@ def updated(assignment):
     found = []
     for dtype in UPDATED_DTYPES:
         host, parts = a_host(assignment, checks.Warm, {"lr": 1.0}, HOST_GROUPS, dtype), []
-        for times, (factor, scale) in enumerate(UPDATES, 1):
-            for number in sorted(SIZES) if times < len(UPDATES) else ():
-                host.send(("given", number), values(number, dtype, times))
-            options = [checks.fallen(group, factor) for group in HOST_GROUPS]
-            host.send(("update", options, torch.tensor(0.15) if scale == "a tensor" else scale))
+        for times, update in enumerate(updates(), 1):
+            for number in sorted(SIZES) if update.gradients == times else ():
+                host.send(("given", number), update.gradient(number, dtype))
+            options = [checks.fallen(group, update.factor) for group in HOST_GROUPS]
+            scale = torch.tensor(update.number) if isinstance(update.scale, tuple) else update.scale
+            host.send(("update", options, scale))
             host.send(("memory",))
             parcels = []
             while (parcel := host.receive()).tensor is not None:
@@ -229,40 +282,67 @@ def updated(assignment):
     return found
 
 
-def updated_plainly(dtype, scales=True, stale=(), of=()):
-    """The masters after each of the updates. stale: these options of these groups are the first ones."""
+def updated_plainly(dtype, number=lambda update: update.number, stale=(), of=(), since=1, skips=False, stays=False):
+    """The masters after each of the updates. number: what gradients are multiplied with. stale: these options of these
+    groups are those of update `since` from then on. skips: a shard with a gradient that is not finite is not updated.
+    stays: what was multiplied is the gradient now."""
     masters = [nn.Parameter(values(number, dtype).float()) for number in sorted(SIZES)]
     groups = [{**group, "params": [masters[number] for number in sorted(SIZES) if GROUPS[number] == index]}
               for index, group in enumerate(HOST_GROUPS)]
-    optimizer, found = checks.Warm(groups), []
-    for times, (factor, scale) in enumerate(UPDATES, 1):
+    optimizer, found, kept = checks.Warm(groups), [], {}
+    for times, update in enumerate(updates(), 1):
         for index, (group, own) in enumerate(zip(optimizer.param_groups, HOST_GROUPS, strict=True)):
-            group.update({name: value for name, value in checks.fallen(own, factor).items()
-                          if name not in stale or index not in of})
-        scale = {"a tensor": 0.15, None: 1.0}.get(scale, scale)
-        for number, master in zip(sorted(SIZES), masters, strict=True):
-            master.grad = values(number, dtype, min(times, len(UPDATES) - 1)).float() * (scale if scales else 1)
+            group.update({name: value for name, value in checks.fallen(own, update.factor).items()
+                          if name not in stale or index not in of or times <= since})
+        for place, master in zip(sorted(SIZES), masters, strict=True):
+            gradient = update.gradient(place, dtype).float()
+            if stays and update.gradients < times:
+                gradient = kept[place]
+            master.grad = kept[place] = gradient * number(update)
+            if skips and not gradient.isfinite().all():
+                master.grad = None
         optimizer.step()
         found.append([master.detach().clone() for master in masters])
     return found
 
 
 def near(ours, theirs):
-    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(ours, theirs, strict=True))
+    """But for the elements that are NaN in theirs: there an infinite gradient was, or NaN, times 0."""
+    return all(torch.allclose(one[there], other[there], rtol=1e-5, atol=1e-6)
+               for one, other in zip(ours, theirs, strict=True) for there in [other.isfinite()])
 
 
-def why_off(dtype, times, masters):
-    """In words, if the masters are what comes of a mistake that is known."""
-    if near(masters, updated_plainly(dtype, scales=False)[times]):
-        return ("gradients were not multiplied with `scale`, where clipping and the loss scale are (it may be 0: None "
-                "alone says that there is none)")
+KNOWN = {  # mistakes, and what is told of them
+    "gradients were not multiplied with `scale`, where clipping and the loss scale are": [
+        {"number": lambda update: 1.0}],
+    "a scale of 0 was taken for none. None alone says that there is none: ask `if scale is not None`, not `if scale` "
+    "or `scale or 1`": [
+        {"number": lambda update, kinds=kinds: update.number or float(isinstance(update.scale, kinds))}
+        for kinds in ((int, float, tuple), (int, float), int, float, tuple)],
+    "a shard was not updated where one of its gradients is infinite or NaN. The other elements are updated all the "
+    "same, here with gradients of 0: whether a step is taken is decided for all ranks together, before they come to "
+    "their hosts": [{"skips": True}],
+    "the gradient of the update before stays as it came, and what was multiplied with its scale came in its place. "
+    "Multiply into a tensor of its own": [{"stays": True}],
+}
+
+
+def why_off(dtype, masters):
+    """In words, if the masters after all updates are what comes of a mistake that is known."""
+    for words, cases in KNOWN.items():
+        if any(near(masters, updated_plainly(dtype, **case)[-1]) for case in cases):
+            return words
     names = list(HOST_GROUPS[0])
     for count, of in itertools.product(range(1, len(names) + 1), ((0, 1), (0,), (1,))):
         for stale in itertools.combinations(names, count):
-            if near(masters, updated_plainly(dtype, stale=stale, of=of)[times]):
+            if near(masters, updated_plainly(dtype, stale=stale, of=of)[-1]):
                 return (f"of group {' and '.join(map(str, of))} {', '.join(stale)} are still the first ones: a "
                         "scheduler has changed them since, and a group takes over all options that came, whatever "
                         "their names are")
+    for since in range(2, MANY):
+        if near(masters, updated_plainly(dtype, stale=names, of=(0, 1), since=since)[-1]):
+            return (f"the options are still those of update {since}: a scheduler has changed them since, and each "
+                    "update takes over what came with it")
     return ""
 
 
@@ -271,15 +351,16 @@ def test_the_host_updates_its_masters(assignment):
     [found] = once(updated, 1, assignment)
     for dtype, parts in zip(UPDATED_DTYPES, found, strict=True):
         wanted, before = updated_plainly(dtype), [values(number, dtype).float() for number in sorted(SIZES)]
-        for times, ((_, masters, _), right) in enumerate(zip(parts, wanted, strict=True)):
+        for times, (update, (_, masters, _), right) in enumerate(zip(updates(), parts, wanted, strict=True)):
             if near(masters, right):
                 before = masters
                 continue
-            words = why_off(dtype, times, masters)
-            still = sum(torch.equal(one, other) for one, other in zip(before, masters, strict=True))
-            off = max((one - other).abs().max().item() for one, other in zip(masters, right, strict=True))
+            words = why_off(dtype, parts[-1][1])
+            still = sum(alike(one, other) for one, other in zip(before, masters, strict=True))
+            off = max((one - other)[other.isfinite()].abs().max().item()
+                      for one, other in zip(masters, right, strict=True))
             pytest.fail(
-                f"after update {times + 1} of AdamW on shards of {name_of(dtype)} "
+                f"after update {times + 1} of AdamW on shards of {name_of(dtype)} ({update}) "
                 + (f"{still} of 3 masters are as they were before" if still else
                    f"the host's masters are off by {off:.2g} at most")
                 + (f": {words}" if words else ": each master is updated with its own gradient, times scale "
@@ -293,7 +374,7 @@ def test_each_shard_returns_as_soon_as_it_is_updated(assignment):
     [found] = once(updated, 1, assignment)
     for times, (*_, (_, _, changed)) in enumerate(itertools.chain(*found)):
         assert changed == [1, 2, 3], (
-            f"in update {times % len(UPDATES) + 1} of AdamW the shards were sent when {in_turn(changed)} of 3 masters "
+            f"in update {times % MANY + 1} of AdamW the shards were sent when {in_turn(changed)} of 3 masters "
             "had been updated, and 1, 2 and 3 are right: a shard goes back as soon as it is done, and crosses the bus "
             "while the next is updated"
         )
@@ -318,11 +399,11 @@ def test_each_shard_returns_in_its_dtype(assignment):
                     f"each on the bus, and {dtype.itemsize} are needed. Round on the host"
                 )
                 was = values(number, dtype) if before is None else before[number].to(dtype)
-                assert came.shape != was.shape or not torch.equal(came, was), (
+                assert not alike(came, was), (
                     f"parcel {number} of an update is what shard {number}'s master was before it: a step old. A shard "
                     "is sent when it has been updated"
                 )
-                assert came.shape == master.shape and torch.equal(came, master.to(dtype)), (
+                assert alike(came, master.to(dtype)), (
                     f"parcel {number} of an update is not what shard {number}'s master is after it, rounded to "
                     f"{name_of(dtype)}: the rank takes them in the order of self.shards, and updated"
                 )
