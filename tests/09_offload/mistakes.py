@@ -179,11 +179,27 @@ WRONG = {
         top="import os\n"),
     # step 2
     "the next micro-batch replaces the one before": Wrong(
-        2, ADDS_UP, r"adds=True, and 2 gradients .*is that of the last one alone",
+        2, ADDS_UP, r"adds=True, and 3 gradients .*is that of the last one alone",
         gradient("shard.gradient.copy_(parcel.tensor)", SAID, EMPTIED)),
     "gradients add up for ever": Wrong(
         2, ADDS_UP, r"is that of all since the beginning: after forget\(\)",
         gradient(ADDED.replace(" and shard.has_gradient", ""), SAID, EMPTIED)),
+    "the sum is that of the last two": Wrong(
+        2, ADDS_UP, r"adds=True, and 3 gradients .*is that of the last two: each is added to the sum of all before it",
+        gradient("came = parcel.tensor.clone()", "shard.gradient = came", "if adds and shard.has_gradient:\n"
+                 "    shard.gradient = self.last[number] + came",
+                 "self.last = {**getattr(self, 'last', {}), number: came}", SAID, EMPTIED)),
+    "what was forgotten is multiplied by 0": Wrong(
+        2, ADDS_UP, r"Before forget\(\) there was one .* What is forgotten is replaced, not multiplied by 0",
+        gradient("had = adds and shard.has_gradient", "shard.gradient = parcel.tensor + had * shard.gradient",
+                 SAID, EMPTIED)),
+    "what was forgotten is subtracted": Wrong(
+        2, ADDS_UP, r"Before forget\(\) there was one .* What is forgotten is replaced, not multiplied by 0",
+        gradient("if not (adds and shard.has_gradient):\n    shard.gradient -= shard.gradient",
+                 "shard.gradient += parcel.tensor", SAID, EMPTIED)),
+    "what has overflowed becomes a large number": Wrong(
+        2, ADDS_UP, r"the host answered with True before, and True then.*no step is skipped",
+        gradient(ADDED.replace("parcel.tensor", "parcel.tensor.nan_to_num()"), SAID, EMPTIED)),
     "16 bits are added up in fp32, and kept so": Wrong(
         2, ADDS_UP, r"gradients of bfloat16 came for 60 elements, .* 360 are right, .* In which dtype does a sum stay",
         gradient(ADDED.replace("+= parcel.tensor", "= shard.gradient.float() + parcel.tensor"), SAID, EMPTIED)),

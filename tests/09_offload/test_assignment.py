@@ -318,7 +318,7 @@ KNOWN = {  # mistakes, and what is told of them
     "a scale of 0 was taken for none. None alone says that there is none: ask `if scale is not None`, not `if scale` "
     "or `scale or 1`": [
         {"number": lambda update, kinds=kinds: update.number or float(isinstance(update.scale, kinds))}
-        for kinds in ((int, float, tuple), (int, float), int, float, tuple)],
+        for count in (3, 2, 1) for kinds in itertools.combinations((int, float, tuple), count)],
     "a shard was not updated where one of its gradients is infinite or NaN. The other elements are updated all the "
     "same, here with gradients of 0: whether a step is taken is decided for all ranks together, before they come to "
     "their hosts": [{"skips": True}],
@@ -522,17 +522,19 @@ def test_a_rank_keeps_no_optimizer_state(assignment):
 
 
 # gradients since forget(), and those of them that came since the update before
-CAME = (([1], [1]), ([2, 3], [2, 3]), ([4], [4]), ([4, 5], [5]))
+CAME = (([1], [1]), ([2, 3, 4], [2, 3, 4]), ([5], [5]), ([5, 6, 7], [6, 7]))
+OVERFLOWED = 1  # after which of them, and before forget(), one comes that has overflowed, and is never used
 ADDED = ((True, torch.float32), (False, torch.float32), (True, torch.bfloat16))
 
 
 def added_up(assignment):
-    """What SGD with lr 1 takes away on a host, after gradients came once, twice, again after forget(), and once more
-    without it, and the bytes that it keeps then. Where they add, and where the newest counts alone."""
-    found = []
+    """What SGD with lr 1 takes away on a host, after gradients came once, three times, again after forget(), and twice
+    more without it; the bytes that it keeps then; and whether it said that all are finite, before one has overflowed,
+    and then. Where they add, and where the newest counts alone."""
+    found, lot = [], random.Random(toys.seed(0, 11))
     for adds, dtype in ADDED:
-        host, moved = a_host(assignment, optim.SGD, {"lr": 1.0}, [{}, {}], dtype), []
-        for since, times in CAME:
+        host, moved, finite = a_host(assignment, optim.SGD, {"lr": 1.0}, [{}, {}], dtype), [], []
+        for case, (since, times) in enumerate(CAME):
             if times == since:
                 host.send(("forget",))
             before = [master_on(host, number) for number in sorted(SIZES)]
@@ -543,7 +545,14 @@ def added_up(assignment):
             for _ in SIZES:
                 host.emptied(host.receive())
             moved.append([one - master_on(host, number) for number, one in zip(sorted(SIZES), before, strict=True)])
-        found.append((moved, host.ask("memory")[0]))
+            if case == OVERFLOWED:
+                finite.append(host.ask("finite"))
+                number = lot.choice(list(SIZES))
+                gradient = values(number, dtype, 9)
+                gradient[lot.randrange(SIZES[number])] = lot.choice((torch.inf, torch.nan))
+                host.send(("gradient", number, adds), gradient)
+                finite.append(host.ask("finite"))
+        found.append((moved, host.ask("memory")[0], finite))
         host.end()
     return found
 
@@ -551,20 +560,25 @@ def added_up(assignment):
 @pytest.mark.step(2, points=5, stuck=WAITS)
 def test_micro_batches_add_up_on_the_host(assignment):
     [found] = toys.run(added_up, 1, assignment)
-    for (adds, dtype), (moved, size) in zip(ADDED, found, strict=True):
+    for (adds, dtype), (moved, size, finite) in zip(ADDED, found, strict=True):
         wanted = sum(SIZES.values()) * (4 + dtype.itemsize)
         assert size <= wanted, (
             f"gradients of {name_of(dtype)} came for {sum(SIZES.values())} elements, some of them twice, and the host "
             f"keeps {size} bytes: {wanted} are right, 4 each for the master and {dtype.itemsize} each for a gradient. "
             "In which dtype does a sum stay?"
         )
-        for (times, new), pieces in zip(CAME, moved, strict=True):
+        for case, ((times, new), pieces) in enumerate(zip(CAME, moved, strict=True)):
             each = [torch.cat([values(number, dtype, time_) for number in sorted(SIZES)]) for time_ in times]
             right, ours = (sum(each) if adds else each[-1]).float(), torch.cat(pieces)
             so_far = sum(torch.cat([values(number, torch.float32, time_) for number in sorted(SIZES)])
                          for time_ in range(1, times[-1] + 1))
             told = (f"adds={adds}, and {len(times)} gradient{'s' * (len(times) > 1)} of {name_of(dtype)} came since "
                     f"forget(){', with an update between them' * (new != times)}")
+            if case > OVERFLOWED:
+                assert ours.isfinite().all(), (
+                    f"{told}. Before forget() there was one in which an element is infinite or NaN, and the host's "
+                    "gradient still is: 0 times infinity is NaN. What is forgotten is replaced, not multiplied by 0"
+                )
             assert ours.isfinite().all(), (
                 f"{told}: the host's gradient is NaN. It was read after its buffer was given back, or lies in that "
                 "buffer: copy, or add, first"
@@ -572,12 +586,18 @@ def test_micro_batches_add_up_on_the_host(assignment):
             if torch.allclose(ours, right, rtol=1e-4, atol=1e-5):
                 continue
             why = {"that of the last one alone: each replaced the one before, and must be added to it": each[-1],
+                   "that of the last two: each is added to the sum of all before it": sum(each[-2:]),
                    "that of the first one alone": each[0], "their sum, and the newest replaces": sum(each),
                    "that of all since the beginning: after forget() the next is the first again": so_far}
             words = next((words for words, wrong in why.items()
                           if torch.allclose(ours, wrong.float(), rtol=1e-4, atol=1e-5)),
                          "neither the last one nor their sum")
             pytest.fail(f"{told}: the host's gradient is {words}", pytrace=False)
+        assert finite == [True, False], (
+            f"adds={adds}: gradients of {name_of(dtype)} came, and then one in which an element is infinite or NaN. "
+            f"Whether all are finite the host answered with {finite[0]} before, and {finite[1]} then; True and False "
+            "are right. Keep what came as it came: else no loss scaler hears of an overflow, and no step is skipped"
+        )
 
 
 def gradients_there(zero):
@@ -622,20 +642,23 @@ def test_the_host_has_the_mean_gradient(assignment, world_size):
                            f"the mean gradient, where {name} let it go to the hosts,")
 
 
+MICROS = 3
+
+
 def crossings(assignment):
-    """{stage: what crossed the bus in two micro-batches, and in the step after them, twice}; and bytes of gradients
+    """{stage: what crossed the bus in three micro-batches, and in the step after them, twice}; and bytes of gradients
     that this rank has after backward, beyond what it had before it."""
     found, rank = {}, dist.get_rank()
     for name in STAGES:
         zero, parts = blocks_of(getattr(assignment, name)), []
         spy, before = Spy(zero), checks.live_bytes()
         for step in range(2):
-            for micro in range(2):
-                with zero.no_sync() if micro == 0 else contextlib.nullcontext():
-                    zero.model(*wide(rank, 2 * step + micro)).backward()
+            for micro in range(MICROS):
+                with zero.no_sync() if micro + 1 < MICROS else contextlib.nullcontext():
+                    zero.model(*wide(rank, MICROS * step + micro)).backward()
             parts.append(spy.take())
             zero.zero_grad()
-        zero.model(*wide(rank, 9)).backward()
+        zero.model(*wide(rank, 99)).backward()
         grown = checks.live_bytes(until=before + 0.5 * PSI, looks=10) - before
         found[name] = parts, grown
         zero.host.end()
@@ -653,9 +676,9 @@ def test_gradients_cross_as_shards_in_16_bit(assignment):
 
 
 def assert_crossed(rank, name, events, world_size):
-    """Of two micro-batches."""
-    times = 1 if name == "Offloaded1" else 2
-    told = f"{name}, a model of {in_words(2 * PSI)} in bf16 on {world_size} ranks, two micro-batches: rank {rank}"
+    """Of the micro-batches of a step."""
+    times = 1 if name == "Offloaded1" else MICROS
+    told = f"{name}, a model of {in_words(2 * PSI)} in bf16 on {world_size} ranks, {MICROS} micro-batches: rank {rank}"
     kinds = {dtype for _, _, _, dtype, _ in events} - {"bfloat16"}
     assert not kinds, (
         f"{told} sent gradients as {', '.join(sorted(kinds))}: they have 16 bits, and so they cross. What the host "
