@@ -205,7 +205,7 @@ WRONG = {
         gradient(ADDED.replace("+= parcel.tensor", "= shard.gradient.float() + parcel.tensor"), SAID, EMPTIED)),
     "a sum in fp32 beside the gradient": Wrong(
         2, ADDS_UP, r"gradients of bfloat16 came for 60 elements, .* 360 are right, .* In which dtype does a sum stay",
-        gradient("had = adds and shard.has_gradient", "shard.gradient = parcel.tensor.float() + had * shard.gradient",
+        gradient("had = adds and shard.has_gradient", "shard.gradient = parcel.tensor.float() + (shard.gradient if had else 0)",
                  SAID, EMPTIED)),
     "gradients leave in fp32": Wrong(
         2, CROSS, r"18432 bytes do not fit into a buffer of the bus(.|\n)*in its own 16 bits",
@@ -382,7 +382,7 @@ WRONG |= {  # what strangers handed in, and had full marks
         edited("09_offload", "HostState.update", ("if scale is not None:", "if scale:"))),
     "a tensor of 0 is no scale": Wrong(
         1, TWO, r"after update \d+ of AdamW .*scale a tensor of 0.* a scale of 0 was taken for none",
-        edited("09_offload", "HostState.update", ("if scale is not None:", "if isinstance(scale, float) or scale:"))),
+        edited("09_offload", "HostState.update", ("if scale is not None:", "if isinstance(scale, (int, float)) or scale:"))),
     "the host skips a shard that has overflowed": Wrong(
         1, TWO, r"one gradient infinite or NaN.*: a shard was not updated where one of its gradients is infinite",
         update(one="if gradient.isfinite().all():\n"
