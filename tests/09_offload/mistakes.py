@@ -271,7 +271,18 @@ WRONG = {
             "norm = norm if self.gradient_scale is None else norm * self.gradient_scale",
             "self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)", "return norm")}),
     "the scale is forgotten": Wrong(
-        3, TRAINS_3, r"fp32, two micro-batches, with clipping(.|\n)*Does self.gradient_scale", returned(scale="None")),
+        3, TRAINS_3, r"twelve steps(.|\n)*Does self.gradient_scale", returned(scale="None")),
+    "a scale of 0 stays on the rank": Wrong(
+        3, TRAINS_3, r"twelve steps(.|\n)*Step \d+: .*(scale|infinite)(.|\n)*also where it is 0",
+        returned(scale="self.gradient_scale or None")),
+    "a number of 0 stays on the rank": Wrong(
+        3, TRAINS_3, r"twelve steps(.|\n)*Step \d+: .*gradient_scale is 0(.|\n)*also where it is 0",
+        returned(scale="1 if self.gradient_scale is None else self.gradient_scale",
+                 first="scale = scale if isinstance(scale, Tensor) else scale or 1")),
+    "the options go along for six steps": Wrong(
+        3, TRAINS_3, r"twelve steps.*Offloaded3 beside Stage3: other parameters(.|\n)*the options of now",
+        returned(first="self.count = getattr(self, 'count', 0) + 1\nif self.count <= 6:\n"
+                       "    self.options = options_of(self.optimizer)", options="self.options")),
     "the learning rate alone goes along": Wrong(
         3, TRAINS_3, r"a learning rate that falls(.|\n)*the options of now",
         returned(options="[{'lr': group['lr']} for group in self.optimizer.param_groups]")),
@@ -344,8 +355,8 @@ WRONG = {
     "a read that fails is logged": Wrong(
         5, CHANGES, r"read \d failed half-way.* raised nothing: .*result\(\) of a Future does that",
         {"ReadAhead._read": function(
-            READ, STRETCH_IS_WRITTEN, BUFFER_IS_WRITTEN, "try:",
-            "    self.file.read(stretch.start, buffer.memory[: stretch.size])",
+            READ, STRETCH_IS_WRITTEN, BUFFER_IS_WRITTEN,
+            "try:\n    self.file.read(stretch.start, buffer.memory[: stretch.size])\n"
             "except RuntimeError as error:\n    print(error)", "return buffer")}),
     "nothing is written": Wrong(5, CHANGES, r"nothing was written to the file", through(behind="")),
     "read while it is still on its way to the file": Wrong(

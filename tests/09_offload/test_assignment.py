@@ -816,15 +816,14 @@ def small():
 
 
 ADAM = dict(make=small, options=dict(lr=1e-2, weight_decay=0.1), steps=2)
-CLIPS, HALVES, SCALES, CROWDED, SLOW = (
-    "fp32, two micro-batches, with clipping", "bf16, two micro-batches, and a learning rate that falls",
+COURSE, HALVES, SCALES, CROWDED, SLOW = (
+    "twelve steps in fp32, drawn by lot", "bf16, three micro-batches, and a learning rate that falls",
     "fp16, a loss scale, and clipping", "float64, and buffers of the bus that are filled again at once", "a slow bus",
 )
 LEFT_OUT = "layers that are left out in turn"
 RECIPES = {
-    CLIPS: toys.Recipe(**ADAM, clip=0.5, accumulate=2),  # under no_sync()
     HALVES: toys.Recipe(**ADAM | {"optimizer": checks.Warm}, groups=checks.matrices_decay, dtype=torch.bfloat16,
-                        accumulate=2, no_sync=False, schedule=checks.AllFall),
+                        accumulate=MICROS, no_sync=False, schedule=checks.AllFall),
     SCALES: toys.Recipe(**ADAM, dtype=torch.float16, scale=2.0**10, clip=0.5),
     CROWDED: toys.Recipe(**ADAM, dtype=torch.float64),
     SLOW: toys.Recipe(**ADAM, dtype=torch.bfloat16),
@@ -833,8 +832,9 @@ RECIPES = {
 
 
 TO_LOOK_AT = {
-    CLIPS: "Does self.gradient_scale, which clipping has made, go along with the update? Do both micro-batches count?",
-    HALVES: "Does each update take the options of now along, options_of(self.optimizer)? Do both micro-batches count, "
+    COURSE: "Does self.gradient_scale, a number or a tensor, go along with the update, also where it is 0? Do all "
+            "micro-batches count, and what was edited, and the options of now?",
+    HALVES: "Does each update take the options of now along, options_of(self.optimizer)? Do all micro-batches count, "
             "once?",
     SCALES: "Does self.gradient_scale go along, in which are 1 / loss scale and what clipping has made?",
     CROWDED: "Is a number of 64 bits rounded to 32 somewhere?",
@@ -843,18 +843,126 @@ TO_LOOK_AT = {
 }
 
 
-def beside_the_stage(assignment, cases, **options):
+class Spare(torch.autograd.Function):
+    """The loss as it is; the spare parameter's gradient does not depend on it, and one element can be infinite. Where
+    such a gradient was used that element is NaN, and nobody looks at it."""
+
+    @staticmethod
+    def forward(ctx, loss, spare, infinite):
+        ctx.spare, ctx.infinite = torch.full_like(spare, 0.01), infinite
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        of_spare = ctx.spare * gradient
+        if ctx.infinite:
+            of_spare[1] = torch.inf
+        return gradient, of_spare, None
+
+
+class Spared(toys.Transformer):
+    def __init__(self):
+        super().__init__(blocks=2)
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs, targets, infinite=False):
+        return Spare.apply(super().forward(inputs, targets), self.spare, infinite)
+
+
+EDIT, LATE_EDIT, SKIP, INFINITE, DROP = "edit", "late edit", "skip", "infinite", "drop"
+TOLD = {  # what is done in such a step
+    "": "nothing besides",
+    "scale": "gradient_scale is {}",
+    "tensor": "gradient_scale is a tensor of {}",
+    "clip": "clipped",
+    EDIT: "all parameters were edited before forward",
+    LATE_EDIT: "all parameters were edited between backward and step()",
+    SKIP: "a gradient of rank {} alone was infinite, so a loss scaler skipped it",
+    INFINITE: "a gradient of rank {} alone was infinite and it was clipped, so gradient_scale is a tensor of 0",
+    DROP: "zero_grad() came without step()",
+}
+
+
+def course(world_size):
+    """Twelve steps, drawn by lot: what each is, with what, how many micro-batches it has, and whether it reduces each
+    of them."""
+    lot = random.Random(toys.seed(0, 13 + world_size))
+    kinds = [("scale", lot.choice((0, 0.0))), ("tensor", 0.0), ("scale", lot.uniform(0.1, 0.9)),
+             ("tensor", lot.uniform(0.1, 0.9)), ("clip", 0.5), (EDIT, None), (LATE_EDIT, None),
+             (SKIP, lot.randrange(world_size)), (INFINITE, lot.randrange(world_size)), (DROP, None)]
+    lot.shuffle(kinds)
+    micros = [1, 2, 3, 3] * (MANY // 4)
+    lot.shuffle(micros)
+    return tuple((kind, value, many, lot.random() < 0.5)
+                 for (kind, value), many in zip([("", None), *kinds, ("", None)], micros, strict=True))
+
+
+def in_a_course(turns, number):
+    kind, value, micros, syncs = turns[number - 1]
+    return (f"Step {number}: {micros} micro-batch{'es' * (micros > 1)}"
+            f"{', without no_sync()' * (syncs and micros > 1)}; {TOLD[kind].format(value)}.")
+
+
+def edited(zero, whole):
+    """Each parameter becomes another one."""
+    with zero.gather_parameters() if whole else contextlib.nullcontext(), torch.no_grad():
+        for param in zero.model.parameters():
+            param.mul_(0.9).add_(0.01)
+
+
+def along(kind, turns, whole, **options):
+    """A stage goes along these steps. whole: it must be asked for whole parameters."""
+    from zero_minimal.core.loss_scaler import LossScaler
+
+    rank, losses, norms, count = dist.get_rank(), [], [], itertools.count()
+    zero = kind(toys.build(Spared, rank), optim.AdamW, bucket_bytes=4096, **ADAM["options"], **options)
+    for what, value, micros, syncs in turns:
+        if what == EDIT:
+            edited(zero, whole)
+        scaler, total = LossScaler(4.0) if what == SKIP else None, 0.0
+        for micro in range(micros):
+            last = micro + 1 == micros
+            with contextlib.nullcontext() if last or syncs else zero.no_sync():
+                infinite = last and what in (SKIP, INFINITE) and rank == value
+                loss = zero.model(*toys.tokens(rank, next(count)), infinite) / micros
+                (scaler.scale(loss) if scaler else loss).backward()
+            total += loss.item()
+        if what == LATE_EDIT:
+            edited(zero, whole)
+        if what in ("scale", "tensor"):
+            zero.gradient_scale = torch.tensor(value) if what == "tensor" else value
+        norms.append(zero.clip_grad_norm_(0.5).item() if what in ("clip", INFINITE) else 0.0)
+        if scaler:
+            scaler.step(zero)
+            scaler.update()
+        elif what != DROP:
+            zero.step()
+        zero.zero_grad()
+        losses.append(total)
+        for group in zero.optimizer.param_groups:
+            group["lr"] *= 0.9
+    names = [name for name, _ in zero.model.named_parameters()]
+    return toys.Run(losses, norms, [param for name, param in zip(names, toys.whole_parameters(zero), strict=True)
+                                    if name != "spare"])
+
+
+def beside_the_stage(assignment, cases, turns=(), **options):
     """{(stage, recipe): losses, norms and parameters of a stage without offload, and of the same offloaded}"""
     import importlib
 
     found = {}
     for number, name in cases:
         plain = getattr(importlib.import_module(f"zero_minimal.stage{number}"), f"Stage{number}")
+        ours = getattr(assignment, f"Offloaded{number}")
+        if name == COURSE:
+            runs = [along(plain, turns, number == 3), along(ours, turns, number == 3)]
+            found[number, name] = [(run.losses, run.norms, run.parameters) for run in runs]
+            continue
         recipe = RECIPES[name]
         offloaded = dataclasses.replace(
             recipe, options=recipe.options | {"bus": 1e6 if name == SLOW else None} | options)
         with buffers_filled_again() if name == CROWDED else contextlib.nullcontext():
-            runs = [toys.train(plain, recipe), toys.train(getattr(assignment, f"Offloaded{number}"), offloaded)]
+            runs = [toys.train(plain, recipe), toys.train(ours, offloaded)]
         found[number, name] = [(run.losses, run.norms, run.parameters) for run in runs]
     return found
 
@@ -865,8 +973,9 @@ WAITED = "each Work of a gather must be waited for before step() returns"
 def assert_as_the_stage(results, *names):
     """names: of recipes; all if none is given."""
     for number, name in results[0]:
-        if name not in (names or RECIPES):
+        if name not in (names or (COURSE, *RECIPES)):
             continue
+        turns = course(len(results)) if name == COURSE else ()
         for rank, found in enumerate(results):
             ours = found[number, name][1][2]
             lost = sum(not bool(parameter.isfinite().all()) for parameter in ours)
@@ -891,6 +1000,8 @@ def assert_as_the_stage(results, *names):
             moved = [i for i, (one, other) in enumerate(zip(our_norms, norms, strict=True), 1) if one != other]
             words = (f". The norm that clip_grad_norm_ returned is {our_norms[moved[0] - 1]:.4g} in step {moved[0]}, "
                      f"and {norms[moved[0] - 1]:.4g} is right" if moved and moved[0] < step else "")
+            words += "".join(f". {in_a_course(turns, before)}"[:-1] for before in (step - 2, step - 1)
+                             if 0 < before <= len(turns))
             pytest.fail(
                 f"{told}: other parameters, off by {toys.distance(ours, right):.2g}; the loss is another one from step "
                 f"{step} on{words}. Offload moves where a number is kept, and changes no bit of it. {TO_LOOK_AT[name]} "
@@ -898,13 +1009,13 @@ def assert_as_the_stage(results, *names):
                 pytrace=False)
 
 
-STAGE_3 = tuple((3, name) for name in (CLIPS, HALVES, SCALES, CROWDED, LEFT_OUT))
+STAGE_3 = tuple((3, name) for name in (COURSE, HALVES, SCALES, CROWDED, LEFT_OUT))
 
 
 @pytest.mark.thorough
 @pytest.mark.step(3, points=6, stuck=WAITS, raised="parcels come back in the order of self.in_turn()")
 def test_stage_3_trains_as_without_offload(assignment):
-    assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGE_3), CLIPS, HALVES, SCALES, LEFT_OUT)
+    assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGE_3, course(2)), COURSE, HALVES, SCALES, LEFT_OUT)
 
 
 def given_back(assignment):
@@ -927,7 +1038,7 @@ def given_back(assignment):
 
 @pytest.mark.step(3, points=3, stuck=WAITS)
 def test_a_buffer_is_read_before_it_is_given_back(assignment):
-    assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGE_3), CROWDED)
+    assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGE_3, course(2)), CROWDED)
     for rank, (came, given) in enumerate(toys.run(given_back, 2, assignment)):
         assert given == came, (
             f"in a step of Offloaded3, and in the forward after it, {came} parcels came to rank {rank}. All of them "
@@ -1023,14 +1134,14 @@ def test_the_kernel_counts_what_left(assignment):
 # ---------------------------------------------------------- step 4: gather what is back, while the rest is on its way
 
 
-STAGES_1_AND_2 = {2: ((1, HALVES), (2, CLIPS), (2, SCALES), (2, SLOW)), 3: ((1, CLIPS), (2, HALVES))}
+STAGES_1_AND_2 = {2: ((1, HALVES), (2, COURSE), (2, SCALES), (2, SLOW)), 3: ((1, COURSE), (2, HALVES))}
 
 
 @pytest.mark.step(4, points=7, stuck=f"{WAITED}. All ranks gather all buckets, in the same order. And {WAITS}")
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_stages_1_and_2_train_as_without_offload(assignment, world_size):
-    assert_as_the_stage(once(beside_the_stage, world_size, assignment, STAGES_1_AND_2[world_size]),
-                        CLIPS, HALVES, SCALES, SLOW)
+    assert_as_the_stage(once(beside_the_stage, world_size, assignment, STAGES_1_AND_2[world_size], course(world_size)),
+                        COURSE, HALVES, SCALES, SLOW)
 
 
 def gathered(assignment):
@@ -1170,9 +1281,9 @@ def test_an_edit_goes_along(assignment):
         for name, (_, _, moved, *_) in zip(STAGES, of_rank, strict=False):
             lost = [param for param, far in moved.items() if not far < 1e-5]
             assert not lost, (
-                f"{name}: 1 was added to all {len(moved)} parameters by hand on all ranks, while the model was in eval() "
-                f"mode, and step() of SGD with lr 0 moved {', '.join(lost)} by {max(moved.values()):.2g} on rank {rank}: "
-                "the host's master did not know of the edit (precision.keep_changes), and its old value came back. Are "
+                f"{name}: 1 was added to all {len(moved)} parameters by hand on all ranks, while the model was in "
+                f"eval() mode, and step() of SGD with lr 0 moved {', '.join(lost)} by {max(moved.values()):.2g} on rank "
+                f"{rank}: the host's master did not know of the edit (precision.keep_changes), and its old value came back. Are "
                 "edits looked for in each step, and in each bucket?"
             )
 
@@ -1326,9 +1437,9 @@ def test_changes_are_in_the_file_when_they_are_read_again(assignment):
     [found] = toys.run(through_a_file_that_fails, 1, assignment)
     for kind, many, fails, raised, turn in found:
         assert raised, (
-            f"{many} stretches of a file, gone through {PASSES} times. In the first pass {kind} {fails} failed half-way, "
-            f"and so did all after it. through() gave the caller {turn} turns, and raised nothing: the shards are half "
-            "old, half new, and nobody knows. It raises what the file raises: result() of a Future does that. wait(), "
+            f"{many} stretches of a file, gone through {PASSES} times. In the first pass {kind} {fails} failed "
+            f"half-way, and so did all after it. through() gave the caller {turn} turns, and raised nothing: the shards are "
+            "half old, half new, and nobody knows. It raises what the file raises: result() of a Future does that. wait(), "
             "done() and exception() do not"
         )
 
