@@ -564,8 +564,8 @@ def test_micro_batches_add_up_on_the_host(assignment):
         wanted = sum(SIZES.values()) * (4 + dtype.itemsize)
         assert size <= wanted, (
             f"gradients of {name_of(dtype)} came for {sum(SIZES.values())} elements, some of them three times, and the "
-            f"host keeps {size} bytes: {wanted} are right, 4 each for the master and {dtype.itemsize} each for a gradient. "
-            "In which dtype does a sum stay?"
+            f"host keeps {size} bytes: {wanted} are right, 4 each for the master and {dtype.itemsize} each for a "
+            "gradient. In which dtype does a sum stay?"
         )
         for case, ((times, new), pieces) in enumerate(zip(CAME, moved, strict=True)):
             each = [torch.cat([values(number, dtype, time_) for number in sorted(SIZES)]) for time_ in times]
@@ -1294,9 +1294,9 @@ def test_an_edit_goes_along(assignment):
             lost = [param for param, far in moved.items() if not far < 1e-5]
             assert not lost, (
                 f"{name}: 1 was added to all {len(moved)} parameters by hand on all ranks, while the model was in "
-                f"eval() mode, and step() of SGD with lr 0 moved {', '.join(lost)} by {max(moved.values()):.2g} on rank "
-                f"{rank}: the host's master did not know of the edit (precision.keep_changes), and its old value came "
-                "back. Are edits looked for in each step, and in each bucket?"
+                f"eval() mode, and step() of SGD with lr 0 moved {', '.join(lost)} by {max(moved.values()):.2g} on "
+                f"rank {rank}: the host's master did not know of the edit (precision.keep_changes), and its old value "
+                "came back. Are edits looked for in each step, and in each bucket?"
             )
 
 
@@ -1450,9 +1450,9 @@ def test_changes_are_in_the_file_when_they_are_read_again(assignment):
     for kind, many, fails, raised, turn in found:
         assert raised, (
             f"{many} stretches of a file, gone through {PASSES} times. In the first pass {kind} {fails} failed "
-            f"half-way, and so did all after it. through() gave the caller {turn} turns, and raised nothing: the shards "
-            "are half old, half new, and nobody knows. It raises what the file raises: result() of a Future does that. "
-            "wait(), done() and exception() do not"
+            f"half-way, and so did all after it. through() gave the caller {turn} turns, and raised nothing: the "
+            "shards are half old, half new, and nobody knows. It raises what the file raises: result() of a Future does "
+            "that. wait(), done() and exception() do not"
         )
 
 
