@@ -1451,8 +1451,8 @@ def test_changes_are_in_the_file_when_they_are_read_again(assignment):
         assert raised, (
             f"{many} stretches of a file, gone through {PASSES} times. In the first pass {kind} {fails} failed "
             f"half-way, and so did all after it. through() gave the caller {turn} turns, and raised nothing: the "
-            "shards are half old, half new, and nobody knows. It raises what the file raises: result() of a Future does "
-            "that. wait(), done() and exception() do not"
+            "shards are half old, half new, and nobody knows. It raises what the file raises: result() of a Future "
+            "does that. wait(), done() and exception() do not"
         )
 
 
