@@ -903,14 +903,14 @@ def in_a_course(turns, number):
             f"{', without no_sync()' * (syncs and micros > 1)}; {TOLD[kind].format(value)}.")
 
 
-def is_alike(zero):
-    """Whether all ranks have the same parameters, but for the spare one."""
+def if_not_alike(zero):
+    """This rank's parameters, but for the spare one, if some rank has others."""
     mine = torch.cat([param.detach().flatten() for name, param in zero.model.named_parameters() if name != "spare"])
     first = mine.clone()
     dist.broadcast(first, 0)
     differs = torch.tensor(float(not torch.equal(first, mine)))
     dist.all_reduce(differs, op=dist.ReduceOp.MAX)
-    return not differs
+    return [mine] if differs else None
 
 
 def edited(zero, whole):
@@ -927,8 +927,9 @@ def along(kind, turns, whole, **options):
     rank, losses, norms, count = dist.get_rank(), [], [], itertools.count()
     zero = kind(toys.build(Spared, rank), optim.AdamW, bucket_bytes=4096, **ADAM["options"], **options)
     for what, value, micros, syncs in turns:
-        if what in (EDIT, LATE_EDIT) and not whole and not is_alike(zero):
-            break  # a guard would take what step() has not gathered for an edit of one rank
+        if what in (EDIT, LATE_EDIT) and not whole and (parameters := if_not_alike(zero)):
+            # a guard would take what step() has not gathered for an edit of one rank
+            return toys.Run(losses, norms, parameters)
         if what == EDIT:
             edited(zero, whole)
         scaler, total = LossScaler(4.0) if what == SKIP else None, 0.0
