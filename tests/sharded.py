@@ -692,6 +692,17 @@ def small_updates(stage_class, edit=None):
     return torch.cat([param.bfloat16() for param in toys.whole_parameters(zero)]).double()
 
 
+def assert_small_updates_add_up(stage_class):
+    wanted = torch.tensor(1 - 25 * 0.0015).bfloat16().item()
+    for rank, parameter in enumerate(toys.run(small_updates, 2, stage_class)):
+        assert (parameter == wanted).all(), (
+            f"25 steps of 0.0015 from 1 on lead to {wanted:.4g} in bf16, and rank {rank} has {min(parameter):.4g} to "
+            f"{max(parameter):.4g}: each is too small to be seen in bf16. So the optimizer updates an fp32 master, "
+            "which is rounded to the parameter after each step and keeps its own digits, whatever is gathered or freed "
+            "meanwhile. (The first of three parameters is in fp32 here.)"
+        )
+
+
 def trained(stage_class, recipes):
     """{recipe: all parameters after training with it}"""
     return {name: toys.train(stage_class, recipe).parameters for name, recipe in recipes.items()}

@@ -38,6 +38,7 @@ from sharded import (
     assert_nothing_is_left,
     assert_sent,
     assert_shards_hold,
+    assert_small_updates_add_up,
     assert_statistics_are_of_rank_0,
     assert_stepped,
     assert_steps_in_a_group,
@@ -513,14 +514,7 @@ def edited_updates(stage_class):
 @pytest.mark.step(4, points=5, raised="the parameters are in bf16 here, and the master in fp32: what it is updated "
                   "with must be in fp32, too")
 def test_small_steps_in_bf16_add_up(stage_class):
-    wanted = torch.tensor(1 - 25 * 0.0015).bfloat16().item()
-    for rank, parameter in enumerate(toys.run(small_updates, 2, stage_class)):
-        assert (parameter == wanted).all(), (
-            f"25 steps of 0.0015 from 1 on lead to {wanted:.4g} in bf16, and rank {rank} has {min(parameter):.4g} to "
-            f"{max(parameter):.4g}: each is too small to be seen in bf16. So the optimizer updates an "
-            "fp32 master, which is rounded to the parameter after each step and keeps its own digits. Is the master "
-            "missing, or was parameter_shard never written? (The first of three parameters is in fp32 here.)"
-        )
+    assert_small_updates_add_up(stage_class)
     wanted = torch.tensor(2 - 13 * 0.0015).bfloat16().item()
     for rank, parameter in enumerate(toys.run(edited_updates, 2, stage_class)):
         assert parameter is None or (parameter == wanted).all(), (

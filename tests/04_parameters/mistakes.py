@@ -705,6 +705,22 @@ WRONG |= {  # what strangers handed in, and had full marks
             part.copy_(narrow)
             pending = collectives.Work([])
             """)),
+    "step() goes on inside gather_parameters()": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters", r"step\(\) inside gather_parameters\(\) raised nothing",
+        {"Stage3._release_all": function("def _release_all(self):", "if self.gathered:\n    return",
+                                         "for unit in self.units:\n    self._release(unit)")}),
+    "what gather_parameters() shows is freed with it": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters", r"a state_dict\(\) of inside gather_parameters\(\) has no mem",
+        {"Stage3.gather_parameters": "@contextmanager\n" + function(
+            "def gather_parameters(self):", "self._release_all()", "self.gathered = True", function(
+                "try:", "with whole_parameters(self.all_buckets, self.rank, self.group):\n    yield\n"
+                "    replicas.check_alike(self.model, self.group)\n    shown = list(self.model.parameters())\n"
+                "    shown = [param.data for param in shown]"), function(
+                "finally:", "self.gathered = False", "self._release_all()"),
+            "for data in shown:\n    collectives.free(data)")}),
+    "what is freed is read back into the master": Wrong(
+        5, "test_trains_as_one_process_would", r"25 steps of 0.0015 from 1 on .* whatever is gathered or freed",
+        _release(keep=KEPT + "\n    if bucket.trained:\n        bucket.master.data.copy_(bucket.parameter_shard)")),
 }
 
 RIGHT = {

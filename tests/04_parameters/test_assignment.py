@@ -28,6 +28,7 @@ from sharded import (
     assert_nothing_is_left,
     assert_nothing_moved,
     assert_shards_hold,
+    assert_small_updates_add_up,
     assert_statistics_are_of_rank_0,
     assert_stepped,
     assert_steps_in_a_group,
@@ -1145,7 +1146,7 @@ FROZEN = [f"blocks.{place}.down.bias" for place in range(BLOCKS)]
 
 def shown(stage_class):
     """What gather_parameters() shows, and what becomes of edits and of frozen parameters: see the check. When it begins
-    the last block is on its way, in vain."""
+    the last block is on its way, in vain. Bytes of what is kept of it afterwards; whether step() is refused inside."""
     zero, rank = build(stage_class, partly_frozen), dist.get_rank()
     found = {"outside": []}
 
@@ -1158,10 +1159,12 @@ def shown(stage_class):
     with contextlib.suppress(RuntimeError):
         found["outside"] = [value.clone() for value in zero.model.state_dict().values()]
     with checks.Calls() as calls, zero.gather_parameters():
-        found["state"] = [value.clone() for value in zero.model.state_dict().values()]
+        kept = zero.model.state_dict()
+        found["state"] = [value.clone() for value in kept.values()]
         edit(zero.model.blocks[-1])
         turn(zero.model)
     found["whole"], found["made"] = whole_in(zero), calls.made
+    found["kept"] = min(value.untyped_storage().nbytes() for value in kept.values())
     found["edited"] = loss()
     try:
         with zero.gather_parameters(), torch.no_grad():
@@ -1180,6 +1183,13 @@ def shown(stage_class):
     except RuntimeError:
         found["unlike"] = "refused"
     found["afterwards"] = loss()
+    found["step inside"] = "accepted"
+    with contextlib.suppress(Exception), zero.gather_parameters():
+        try:
+            zero.step()
+        except Exception:
+            found["step inside"] = "refused"
+    zero.zero_grad()
     if not found["whole"]:
         zero.model(*numbers(rank, 0)).backward()
         zero.step()
@@ -1214,6 +1224,14 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
                 "placeholders? As a checkpoint it would be lost"
             )
         assert_none_whole(found["whole"], rank, "gather_parameters()")
+        assert found["kept"], (
+            f"a state_dict() of inside gather_parameters() has no memory on rank {rank} when that has ended: who saves "
+            "it then reads what is freed. Parameters are whole there in new memory"
+        )
+        assert found["step inside"] == "refused", (
+            f"step() inside gather_parameters() raised nothing on rank {rank}, and its update is lost when the context "
+            "carries what it shows over to the shards: it must be an error"
+        )
         assert_none_whole(found["whole after an error"], rank, "an error has ended gather_parameters()")
         assert_no_barrier(found["made"], rank, "gather_parameters()")
         assert "error" in found, (
@@ -1263,6 +1281,7 @@ TRAINING = {
 def test_trains_as_one_process_would(stage_class):
     assert_trained_alike(trained, stage_class, 3, TRAINING, alone=("two micro-batches a step",))
     assert_clipping_leaves_the_gradients(stage_class)
+    assert_small_updates_add_up(stage_class)
 
 
 # --------------------------------------------------------------- all steps: what the kernel counts, at a plain size

@@ -217,6 +217,8 @@ class Stage3:
 
     @torch.no_grad()
     def step(self):
+        if self.gathered:
+            raise RuntimeError("step() after gather_parameters(), not inside")
         self.release_all()
         for part in self.parts:
             scale = 1 if self.gradient_scale is None else self.gradient_scale
@@ -241,9 +243,16 @@ class Stage3:
         self.gathered = True
         for unit in self.units:
             unit.arrive()
+            for part in unit.parts:
+                for param, view in part.views(part.whole):
+                    param.data = view.clone()  # who keeps it keeps its memory
         before = [part.shard.clone() for unit in self.units for part in unit.parts]
         try:
             yield
+            for unit in self.units:
+                for part in unit.parts:
+                    for param, view in part.views(part.whole):
+                        view.copy_(param.data)
             sums = torch.tensor([part.whole.double().sum() for unit in self.units for part in unit.parts])
             first = sums.clone()
             dist.broadcast(first, dist.get_global_rank(self.group or dist.group.WORLD, 0), group=self.group)

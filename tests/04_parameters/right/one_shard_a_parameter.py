@@ -130,6 +130,8 @@ class Stage3(Hooks):
 
     @torch.no_grad()
     def step(self):
+        if self.gathered:
+            raise RuntimeError("step() after gather_parameters(), not inside")
         self.leave_all()
         self.reduced_gradients()
         for bucket in self.buckets:
@@ -151,6 +153,7 @@ class Stage3(Hooks):
         for part in parts:
             part.come()
             part.is_here()
+            part.params[0].data = part.params[0].data.clone()  # who keeps it keeps its memory
         try:
             yield
             replicas.check_alike(self.model, self.group)
