@@ -12,8 +12,6 @@ from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = pytest.mark.thorough
-
 
 class Model(nn.Module):
     def __init__(self):

@@ -16,8 +16,6 @@ from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.extensions.averages import Average
 from zero_minimal.processes import ranks
 
-pytestmark = pytest.mark.thorough
-
 
 def words_of(kind, function, *arguments, **options):
     with pytest.raises(kind) as caught:

@@ -18,8 +18,6 @@ from torch import nn
 
 from zero_minimal.checkpoint import saved_state, state_folder
 
-pytestmark = pytest.mark.thorough
-
 # ---------------------------------------------------------------------------------------------------------- damage
 
 
