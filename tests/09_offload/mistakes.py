@@ -486,6 +486,11 @@ WRONG |= {  # what strangers handed in, and had full marks
         3, "test_stage_3_trains_as_without_offload", r"left out in turn: .* Is a shard sent whose gradient is zero",
         edited("09_offload", "Offloaded._leave",
                ("    self.host.send(", "    gradient_shard.any() and self.host.send("))),
+    "two stretches are read before the first is given": Wrong(
+        5, "test_changes_are_in_the_file_when_they_are_read_again", r"IndexError",
+        through(first="reading = self._begin_to_read(stretches[0])\nnext_one = self._begin_to_read(stretches[1])",
+                ahead="reading = next_one\nif stretches[stretches.index(stretch) + 2 :]:\n    next_one = "
+                      "self._begin_to_read(stretches[stretches.index(stretch) + 2])")),
 }
 
 RIGHT = {

@@ -1341,8 +1341,8 @@ class SlowFile:
         self.events.append(("write ends", begin, tensor.numel(), tensor.data_ptr()))
 
 
-STRETCHES = (2, 3, 7, 6)
-WRITING = (2 * PAUSE, 2 * PAUSE, 2 * PAUSE, PAUSE)  # seconds; in the last case all has time enough
+STRETCHES = (1, 2, 3, 7, 6)
+WRITING = (2 * PAUSE, 2 * PAUSE, 2 * PAUSE, 2 * PAUSE, PAUSE)  # seconds; in the last case all has time enough
 PASSES = 2
 
 
