@@ -929,7 +929,7 @@ def of_16_bits(assignment, dtype):
                 bucket._place(counts, param).zero_()
             mine = bucket.gradient_shard.double() * bucket.shard(counts, mesh.data_rank)
             squares[-1] += (scale * mine).square().sum().item()
-    chance = random.Random(toys.seed(0, 41))
+    chance = random.Random(toys.seed(dist.get_rank(), 41))
     cut = [param for path, param in system.model.named_parameters()
            if is_cut(path) and "embedding" not in path]
     for rank, number in ((1, math.inf), (2, math.nan)):
