@@ -975,8 +975,8 @@ def test_the_norm_is_computed_in_fp32(assignment):
         for rank, norm in enumerate(endless):
             assert not math.isfinite(norm), (
                 f"C4 on D × M = 2 × 2 with a model in {dtype}, where one element of rank {other}'s gradient was "
-                f"{number}, of a parameter that is cut: rank {rank} found the norm {norm:.5g}. It is infinite, or NaN, on all "
-                "ranks: whoever scales a loss must see that it has overflowed"
+                f"{number}, of a parameter that is cut: rank {rank} found the norm {norm:.5g}. It is infinite, or NaN, "
+                "on all ranks: whoever scales a loss must see that it has overflowed"
             )
 
 
