@@ -438,7 +438,42 @@ WRONG |= {  # right for some dtypes, shapes, groups and calls
             "05_tensor_parallel", "ParallelAttention.forward", ("parallel_random(self.group)", "parallel_random()"))),
 }
 
+HOOK = """
+def add_up(gradient):
+    total = gradient.clone()
+    collectives.all_reduce(total, op="sum", group=GROUP)
+    return total
+if x.requires_grad:
+    x.register_hook(add_up)
+"""
+WRONG |= {  # right for what the model itself does with f, g and the layers
+    "f hooks x itself": Wrong(
+        1, "test_f_and_g_in_a_group", r"the gradient of x, which went through two f and also past them, .*a hook on x",
+        {"f": function("def f(x, group=None):", HOOK.replace("GROUP", "group"), "return x")}),
+    "the gradient of x is added up with what goes past": Wrong(
+        2, "test_gradients_of_an_mlp", r"\w+ of x .*: x also goes past the layer, as by a skip",
+        {"ColumnParallelLinear.forward": function("def forward(self, x):", HOOK.replace("GROUP", "self.group"),
+                                                  "return F.linear(x, self.weight, self.bias)")}),
+    "layers of three dimensions": Wrong(
+        2, "test_gradients_of_an_mlp", r"(?s)it raised RuntimeError: einsum.*To look at: layers take x \[",
+        column(forward='torch.einsum("bsi,oi->bso", f(x, self.group), self.weight) + self.bias')
+        | row(forward='g(torch.einsum("bsi,oi->bso", x, self.weight), self.group) + self.bias')),
+    "layers of x whose rows lie in order": Wrong(
+        2, "test_gradients_of_an_mlp", r"(?s)it raised RuntimeError: view size is not.*To look at: layers take x \[",
+        column(forward="F.linear(f(x, self.group).view(-1, x.shape[-1]), self.weight, self.bias)"
+                       ".view(*x.shape[:-1], -1)")),
+    "the head in fp32": Wrong(
+        4, "test_a_loss_in_sixteen_bits", r"in backward rank 0 of 2 sends 3888 bytes for a model in bf16, and 3240 are",
+        edited("05_tensor_parallel", "VocabularyParallelEmbedding.logits",
+               ("F.linear(f(x, self.group), self.weight)", "F.linear(f(x.float(), self.group), self.weight.float())"))),
+    "rows of the embedding travel in fp32": Wrong(
+        4, "test_a_loss_in_sixteen_bits", r"in forward rank 0 of 2 sends \d+ bytes for a model in bf16, and \d+ are",
+        embedding(result="g(rows.float(), self.group).to(rows.dtype)")),
+}
+
 RIGHT = {
+    "the logits in fp32, of what f gives": edited("05_tensor_parallel", "VocabularyParallelEmbedding.logits", (
+        "F.linear(f(x, self.group), self.weight)", "F.linear(f(x, self.group).float(), self.weight.float())")),
     "the parts of these mistakes": f() | g() | shard() | column() | row() | mlp() | attention() | find() | embedding()
     | logits() | cross_entropy() | parallel_random(),
     "torch's own all-reduce, and a hook in place of f": {

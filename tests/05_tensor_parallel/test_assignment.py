@@ -6,8 +6,10 @@ names what went wrong and shows the evidence. In between, they run on the refere
 All numbers have mixed signs: with positive ones alone a split before a non-linearity would often be right.
 """
 
+import functools
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import checks
@@ -103,10 +105,11 @@ class Phases:
         return result
 
 
-def backward(y, gradient):
-    """Backward from y, if there is a way."""
-    if y.requires_grad:
-        y.backward(gradient)
+def backward(*ends):
+    """Backward from results, each with its gradient behind it, if there is a way."""
+    pairs = [pair for pair in zip(ends[::2], ends[1::2], strict=True) if pair[0].requires_grad]
+    if pairs:
+        torch.autograd.backward(*zip(*pairs, strict=True))
 
 
 def gradients_of(module):
@@ -326,25 +329,33 @@ MANY = list(itertools.product(  # (shape, dtype, end, group): two groups in turn
     ((0, 1, 2), (1, 2))))
 
 
+MORE = 0, 1000, 2000, 3000  # of x, the gradients of two results, and that of what goes past them
+
+
 def whole_numbers(rank, number, shape, dtype):
     """Sums of these are exact in each dtype, and in no narrower one than fp64 if it is that."""
     return ((4 * drawn(rank, number, *shape)).round().double() + (2**-40 if dtype == torch.float64 else 0)).to(dtype)
 
 
 def many_ends(file):
-    """{number: [value, gradient, x and the gradient that came, afterwards]} of many x that are under way together, and
-    how many barriers there were."""
+    """{number: [results, gradient of x, x afterwards, gradients that came, afterwards]} of many x that are under way
+    together, and how many barriers there were. Each goes through two ends, and past them."""
     rank, groups, begun = dist.get_rank(), {(0, 1, 2): None, (1, 2): dist.new_group([1, 2])}, {}
     with checks.Calls() as calls:
         for number, (shape, dtype, name, members) in enumerate(MANY):
             if rank in members:
-                x, gradient = (whole_numbers(rank, number, shape, dtype) for number in (number, 1000 + number))
-                x.requires_grad_()
-                begun[number] = x, getattr(file, name)(x * 1, groups[members]), gradient
-        for x, y, gradient in begun.values():
-            backward(y, gradient)
-    return {number: [y.detach(), x.grad, x.detach(), gradient] for number, (x, y, gradient) in begun.items()}, sum(
-        call.name == "barrier" for call in calls.made)
+                x, *gradients = (whole_numbers(rank, number + more, shape, dtype) for more in MORE)
+                inside, end = x.requires_grad_() * 1, getattr(file, name)
+                begun[number] = x, [end(inside, groups[members]), end(inside, groups[members]), inside], gradients
+        for _, results, gradients in begun.values():
+            backward(*itertools.chain(*zip(results, gradients, strict=True)))
+    return {number: [*(y.detach() for y in results[:2]), x.grad, x.detach(), *gradients]
+            for number, (x, results, gradients) in begun.items()}, sum(call.name == "barrier" for call in calls.made)
+
+
+PAST = ("gradient of x, which went through two {0} and also past them, as by a skip connection (only what comes to a "
+        "result of {0} is its matter: a hook on x itself sees all that comes to x)")
+CAME = [f"gradient {number} that came, afterwards," for number in (1, 2, 3)]
 
 
 def assert_many_ends(ranks):
@@ -352,12 +363,13 @@ def assert_many_ends(ranks):
         assert not barriers, f"f and g were called {len(found)} times each way on rank {rank}, with {barriers} barriers"
         for number, ours in found.items():
             shape, dtype, name, members = MANY[number]
-            x, gradient = ([whole_numbers(member, number, shape, dtype) for member in members]
-                           for number in (number, 1000 + number))
+            x, *gradients = ([whole_numbers(member, number + more, shape, dtype) for member in members]
+                             for more in MORE)
             own = members.index(rank)
-            wanted = [x[own], sum(gradient)] if name == "f" else [sum(x), gradient[own]]
-            for what, one, right in zip(("result", "gradient of x", "x afterwards", "gradient that came, afterwards"),
-                                        ours, [*wanted, x[own], gradient[own]], strict=True):
+            first, second, past = came = [gradient[own] for gradient in gradients]
+            value, back = (x[own], sum(gradients[0]) + sum(gradients[1])) if name == "f" else (sum(x), first + second)
+            names = "first result", "second result", PAST.format(name), "x afterwards", *CAME
+            for what, one, right in zip(names, ours, [value, value, back + past, x[own], *came], strict=True):
                 assert one is not None and one.dtype == dtype and torch.equal(one, right), (
                     f"{name} of x {list(shape)} in {dtype}, on rank {rank} in the group of ranks {members}, where many "
                     f"x of two groups are under way: the {what} is not right: {one}, and not {right}")
@@ -538,7 +550,56 @@ def assert_value(value, wanted, what):
 MLP_WAY = ("projection.bias", "projection.weight", "expansion.bias", "expansion.weight")
 
 
-@pytest.mark.step(2, points=5, stuck=SAME)
+def layer_by_lot(mlp, lot, numbers, own=lambda tensor: tensor):
+    """What a layer, or all of this MLP, gives of x [..., inputs]; the gradient of x, which goes past it, too; and those
+    of parameters. Shape and layout are drawn by lot. own(tensor): this rank's part of what is [..., 4 * hidden]."""
+    lots, hidden = random.Random(lot), CONFIG.hidden
+    shape = [lots.randrange(1, 4) for _ in range(lot % 4)]
+    name, inputs, outputs = lots.choice((("expansion", hidden, 4 * hidden), ("projection", 4 * hidden, hidden),
+                                         ("", hidden, hidden)))
+    x, past = (own(numbers(number + lot, inputs, *shape).permute(*range(len(shape), -1, -1))) for number in (100, 200))
+    x = (x if lots.random() < 0.5 else x.contiguous()).requires_grad_()
+    gradient, inside = own(numbers(300 + lot, *reversed(shape), outputs)), x * 1
+    mlp.zero_grad()
+    y = mlp.get_submodule(name)(inside)
+    backward(y, gradient, inside, past)
+    given = {param: grad for param, grad in gradients_of(mlp).items() if grad is not None}
+    return name, list(x.shape), y.detach(), x.grad, {param: grad.clone() for param, grad in given.items()}
+
+
+def layers_by_lot(file):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mlp = filled(file.ParallelMLP(CONFIG), lambda: MLP(CONFIG))
+    return [layer_by_lot(mlp, lot, shared, functools.partial(own_part, ranks=ranks, rank=rank)) for lot in LOTS]
+
+
+def own_part(tensor, ranks, rank):
+    return tensor.chunk(ranks, -1)[rank] if tensor.shape[-1] == 4 * CONFIG.hidden else tensor
+
+
+LOTS = range(16)
+LAYER = {"expansion": "ColumnParallelLinear", "projection": "RowParallelLinear", "": "ParallelMLP"}
+
+
+def assert_layers_by_lot(ranks):
+    mlp, size = lively(lambda: MLP(CONFIG), 0), len(ranks)
+    for lot in LOTS:
+        _, _, *wanted, gradients = layer_by_lot(mlp, lot, functools.partial(drawn, 0))
+        for rank, found in enumerate(ranks):
+            name, shape, *ours, given = found[lot]
+            where = f"{LAYER[name]} of x {shape} on rank {rank} of {size}"
+            right = [own_part(tensor, size, rank) for tensor in wanted]
+            assert_value(ours[0], right[0], f"{where}: its result")
+            assert ours[1].shape == right[1].shape and near(ours[1], right[1], 1e-3), (
+                f"{where}: x also goes past the layer, as by a skip connection, and its gradient is off by "
+                f"{off_by(ours[1], right[1])} of its size. Only what comes through the layer is added up over ranks: "
+                "what else is?")
+            for param, gradient in gradients.items():
+                assert near(given.get(param), part_of(param, gradient, size, rank), 1e-3), (
+                    f"{where}: the gradient of {param} is not right, and in the MLP alone with x [3, 5, 12] it is")
+
+
+@pytest.mark.step(2, points=5, stuck=SAME, raised="layers take x [..., inputs], and here it has 1 to 4 dimensions")
 @worlds
 def test_gradients_of_an_mlp(assignment, world_size):
     _, wanted = plain_layers()
@@ -549,6 +610,7 @@ def test_gradients_of_an_mlp(assignment, world_size):
         assert near(gradients[rank], wanted["x"]), (
             f"the MLP's input x, on rank {rank} of {world_size}: its gradient is wrong, and those of all layers are "
             f"right: {words_for(gradients, wanted['x'], rank, world_size)}. What stands between x and the first layer?")
+    assert_layers_by_lot(toys.run(layers_by_lot, world_size, assignment))
 
 
 def assert_gradients(of_ranks, whole, way, what):
@@ -986,6 +1048,7 @@ def test_a_loss_in_sixteen_bits(assignment):
     loss, _ = plain_step()
     _, targets = tokens_of(0)
     given = F.cross_entropy(logits_for(targets).float().flatten(0, 1), targets.flatten())
+    wide = once(stepped, 2, assignment)
     for rank, found in enumerate(toys.run(in_sixteen_bits, 2, assignment)):
         assert found["loss"].dtype == torch.float32, (
             f"with bf16 parameters the loss on rank {rank} is {found['loss'].dtype}: sums of exponentials are made in "
@@ -1000,6 +1063,13 @@ def test_a_loss_in_sixteen_bits(assignment):
                 f"{LOGITS[2]:g} for all others, the loss on rank {rank} is {ours:.6g}, and {given:.6g} is right. "
                 f"In bf16 {LOGITS[0]:g} - {LOGITS[1]:g} is {LOGITS[0]:g}, and exp(-1) has 3 digits: what is computed "
                 "before the logits are fp32?")
+        for phase, (_, sent, _) in found["phases"].items():
+            most = wide[rank]["phases"][phase][1] / 2 + 3 * EACH * targets.numel() / 2 * (phase == "forward")
+            assert sent <= 1.02 * most + 128, (
+                f"in {phase} rank {rank} of 2 sends {sent:.0f} bytes for a model in bf16, and {most:.0f} are enough: "
+                "half of what it sends in fp32 (but for three fp32 numbers a token, for the loss). f and g send in the "
+                "dtype of their x: what is that in each layer, and in the logits? (f(x).float() sends 2 bytes a "
+                "number, and f(x.float()) sends 4)")
 
 
 # ------------------------------------------------------------------------ step 5: random numbers inside and outside

@@ -400,7 +400,66 @@ WRONG |= {  # right for some arguments, groups and calls
         to_host(copy="copy = tensor.clone() if tensor.is_floating_point() else tensor")),
 }
 
+FOLDER = "06_activation_partitioning"
+
+
+def kept_beside(where):
+    """What is kept is an attribute of ctx where this is true of keeper."""
+    return edited(FOLDER, "_Checkpoint.forward", (
+        "    ctx.save_for_backward(*(keeper.keep(tensor) for tensor in tensors))", f"""
+    kept = [keeper.keep(tensor) for tensor in tensors]
+    ctx.copies = kept if {where} else None
+    ctx.save_for_backward(*(() if ctx.copies else kept))""")) | edited(
+        FOLDER, "_Checkpoint.backward", ("zip(ctx.saved_tensors,", "zip(ctx.copies or ctx.saved_tensors,"))
+
+
+def given_twice(key):
+    """Tensors that are one by this key are kept once, and are one in the second run."""
+    return edited(FOLDER, "_Checkpoint.forward", ("    ctx.before =", f"""
+    keys = [{key} for tensor in tensors]
+    ctx.places = [sorted(set(keys), key=keys.index).index(one) for one in keys]
+    tensors = [tensors[keys.index(one)] for one in sorted(set(keys), key=keys.index)]
+    ctx.before ="""), ("return run(tensors)", "return run([tensors[place] for place in ctx.places])")) | edited(
+        FOLDER, "_Checkpoint.backward", ("    with random_state_of", """
+    inputs = [inputs[place] for place in ctx.places]
+    with random_state_of"""))
+
+
+WRONG |= {  # wrong where a part or a copy is kept, where a tensor comes twice, and where numbers are complex
+    "parts and copies are attributes": Wrong(
+        4, "test_what_is_gathered_is_the_input",
+        r"bytes that live after backward, while the results do are \d+, and may be 8192\. What ctx has as an attribute",
+        kept_beside("keeper.group is not None or keeper.to_host"), 3),
+    "copies for the host are attributes": Wrong(
+        5, "test_it_comes_back_from_there",
+        r"while the results (live|do) are \d+, and may be (0|8192)\. What ctx has as an",
+        kept_beside("keeper.to_host")),
+    "copies that place= gave are attributes": Wrong(
+        2, "test_what_was_kept_goes_with_backward", r"508\.\d kB still live of 6 .*, of which place= gave copies,",
+        kept_beside("keeper.place")),
+    "a tensor that is given twice begins the graph once": Wrong(
+        2, "test_any_arguments", r"the gradient of argument \d .* is off by .*Here two arguments are one tensor",
+        given_twice("id(tensor)")),
+    "a tensor and a view of all of it are one": Wrong(
+        2, "test_any_arguments", r"the gradient of argument \d .* is off by .*Here two arguments are one tensor",
+        given_twice("id(tensor) if not tensor.numel() else (tensor.data_ptr(), tensor.shape, tensor.requires_grad)")),
+    "complex results lead nowhere": Wrong(
+        2, "test_any_arguments", r"the gradient of \w+ \d .* is .*, also a complex one",
+        backward(through=THROUGH.replace("output.requires_grad", "output.is_floating_point() and "
+                                         "output.requires_grad"))),
+    "complex arguments have no gradient": Wrong(
+        2, "test_any_arguments", r"(whether argument \d required a gradient then is False|gradient of arg.* None)",
+        backward(leaves=LEAVES.replace("before.requires_grad", "before.requires_grad and tensor.is_floating_point()"))),
+}
+
 RIGHT = {
+    "a tensor that is given twice is kept once": edited(FOLDER, "_Checkpoint.forward", (
+        "    ctx.save_for_backward(*(keeper.keep(tensor) for tensor in tensors))", """
+    keys = [id(tensor) for tensor in tensors]
+    ctx.places = [sorted(set(keys), key=keys.index).index(one) for one in keys]
+    ctx.save_for_backward(*(keeper.keep(tensors[keys.index(one)]) for one in sorted(set(keys), key=keys.index)))""")
+    ) | edited(FOLDER, "_Checkpoint.backward", (
+        "zip(ctx.saved_tensors,", "zip([ctx.saved_tensors[place] for place in ctx.places],")),
     "other words": forward() | backward(through=THROUGH.replace(
         "gradient is not None and output.requires_grad", "output.requires_grad and gradient is not None"))
     | random_state_of() | autocast_as() | cut() | gather() | to_host(),

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import math
 import random
+import time
 import tracemalloc
 from unittest import mock
 
@@ -92,6 +93,7 @@ def gradients_of(module):
 # ----------------------------------------------------------------------------------------------------- arguments by lot
 
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+COMPLEX = torch.complex64  # no floating point, and it can require a gradient
 SIZES = ((), (1,), (0, 3), (6, 4), (77, 55), (96, 56))
 LOTS = range(8)
 
@@ -108,27 +110,37 @@ def laid_out(leaf, layout):
 
 def by_lot(call, pool, lot, rate=0.0, group=None, **options):
     """What comes of two passes through a function of a parameter and six tensors, whose dtypes, sizes, layouts and use
-    are drawn by lot, by name; and (what, how much, at most) was kept, sent and announced in the second."""
+    are drawn by lot, by name; and (what, how much, at most, why) was kept, sent and announced in the second.
+    Without dropout some are complex, as is one of the results, and one tensor is another one again, or a view of it, or
+    what is detached of it."""
     lots, leaves, seen, heard, ranks = random.Random(lot), [], [], [], dist.get_world_size(group) if group else 1
     autocast = rate > 0 and lot % 4 > 1  # where torch.cat refuses fp64 and fp16
-    kinds = [kind for kind in KINDS if not (autocast and kind in (torch.float64, torch.float16))]
+    kinds = [kind for kind in (KINDS if rate else (*KINDS, COMPLEX))
+             if not (autocast and kind in (torch.float64, torch.float16))]
     for place in range(6):
         size, dtype = lots.choice(SIZES), lots.choice(kinds)
-        leaf = (pool[place : place + math.prod(size)].view(size) * 2).to(dtype)
-        leaves.append(leaf.requires_grad_(dtype.is_floating_point and lots.random() < 0.7))
-    layouts, used = [lots.randrange(3) for _ in leaves], [True, *(lots.random() < 0.7 for _ in leaves)]
-    scales = nn.ParameterList(torch.full((1,), 0.51 + place) for place in range(7))
+        leaf = (pool[place : place + math.prod(size)].view(size) * (2 + 3j if dtype.is_complex else 2)).to(dtype)
+        leaves.append(leaf.requires_grad_((dtype.is_floating_point or dtype.is_complex) and lots.random() < 0.7))
+    all_used = lot % 4 in (1, 2)  # else a graph that hooks have made has branches to which backward never comes
+    layouts, used = [lots.randrange(3) for _ in leaves], [True, *(all_used or lots.random() < 0.7 for _ in leaves)]
+    one, again = _twins(leaves, lots)
+    other = (lambda tensor: tensor, lambda tensor: tensor.view_as(tensor), torch.detach)[lot % 3]
+    turned, scales = lots.randrange(6), nn.ParameterList(torch.full((1,), 0.51 + place) for place in range(7))
 
     def function(first, pair, scale, *, named, others):
         tensors = [first, *pair, named, *others.values()]
         seen[:] = [(tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
-        return [(scale.view(1, 1) @ scale.view(1, 1)).float(), *(
-            torch.sin(nn.functional.dropout(tensor.double().contiguous(), rate) * factor)
-            if tensor.is_floating_point() else tensor + tensor
-            for tensor, factor in zip(tensors, list(scales)[1:], strict=True))]
+        results = [torch.sin(nn.functional.dropout(tensor.double().contiguous(), rate) * factor)
+                   if tensor.is_floating_point() else tensor * factor if tensor.is_complex() else tensor + tensor
+                   for tensor, factor in zip(tensors, list(scales)[1:], strict=True)]
+        if not rate:
+            results[turned] = results[turned] * 2j  # whatever it was, it is complex
+        return [(scale.view(1, 1) @ scale.view(1, 1)).float(), *results]
 
     def forward():
         tensors = list(map(laid_out, leaves, layouts))
+        if not rate:
+            tensors[again] = other(tensors[one])
         parts = [part_of(tensor.numel(), ranks) * tensor.itemsize if tensor.is_floating_point() else
                  tensor.nbytes if options else tensor.untyped_storage().nbytes() for tensor in tensors]
         given = {StorageWeakRef(tensor.untyped_storage()).cdata: tensor for tensor in tensors}
@@ -137,9 +149,14 @@ def by_lot(call, pool, lot, rate=0.0, group=None, **options):
                            others=dict(zip("ab", tensors[4:], strict=True)), group=group, **options)
         return results, parts, [reference for _, reference in heard if reference.cdata in given]
 
-    def alive():
+    def alive(most):
         known = [*results, *(tensor for tensor, _ in seen), *(tensor.grad for tensor in (*leaves, *scales))]
-        return stock.alive() - sum(map(checks._bytes_in, known))
+        for _ in range(20 if group else 1):  # gloo's threads let go of a tensor a moment late
+            amount = stock.alive() - sum(map(checks._bytes_in, known))
+            if amount <= most:
+                break
+            time.sleep(0.02)
+        return amount
 
     torch.manual_seed(lot)
     with Stock([*leaves, *scales, pool]) as stock, host.announced(
@@ -148,14 +165,15 @@ def by_lot(call, pool, lot, rate=0.0, group=None, **options):
             heard.clear()
             with checks.Calls() as first:
                 results, parts, themselves = forward()
-            held, on_host = alive(), sum(bytes_behind(reference) for _, reference in heard)
-            loss = sum(result.sum() for result, wanted in zip(results, used, strict=True)
-                       if wanted and result.requires_grad)
+            held, on_host = alive(sum(parts) + SLACK), sum(bytes_behind(reference) for _, reference in heard)
+            loss = sum(((1 - 2j) * result).real.sum() if result.is_complex() else result.sum()
+                       for result, wanted in zip(results, used, strict=True) if wanted and result.requires_grad)
             with checks.Calls() as second:
                 loss.backward()
             del loss
+        used_up, used_up_on_host = alive(SLACK), sum(bytes_behind(reference) for _, reference in heard)
         results = [result.detach() for result in results]  # the graph goes
-        left, left_on_host = alive(), sum(bytes_behind(reference) for _, reference in heard)
+        left, left_on_host = alive(SLACK), sum(bytes_behind(reference) for _, reference in heard)
     cut = [part for part, leaf in zip(parts, leaves, strict=True) if leaf.is_floating_point()]
     named = [*((f"result {place}", result) for place, result in enumerate(results)),
              *((f"argument {place}, when the function ran last", tensor) for place, (tensor, _) in enumerate(seen)),
@@ -168,15 +186,32 @@ def by_lot(call, pool, lot, rate=0.0, group=None, **options):
         "the next random number": torch.rand(1),
     }, [
         ("bytes that live between forward and backward", held, sum(parts) + SLACK),
-        ("bytes that live after backward", left, SLACK), ("collectives in forward", len(first.made), 0),
+        ("bytes that live after backward, while the results do", used_up * all_used, SLACK, ATTRIBUTES),
+        ("bytes of copies for the host after backward, while the results live", used_up_on_host * all_used, 0,
+         ATTRIBUTES),
+        ("bytes that live after backward, without the results", left, SLACK),
+        ("collectives in forward", len(first.made), 0),
         ("bytes that were sent in backward", sum(checks.sent_for(call, ranks) for call in second.made),
          (ranks - 1) * sum(cut)),
         ("barriers in backward", sum(call.name == "barrier" for call in second.made), 0),
         ("arguments that are a copy for the host", len(themselves), 0),
         ("arguments of which no copy was announced", len(leaves) - len(heard) if options else 0, 0),
-        ("bytes of copies for the host after backward", left_on_host, 0),
+        ("bytes of copies for the host after backward, without the results", left_on_host, 0),
         ("bytes between forward and backward on the device", held - on_host, SLACK if options else sum(parts) + SLACK),
     ] if group or options else []
+
+
+ATTRIBUTES = (". What ctx has as an attribute lives as long as the graph, also a part or a copy; what is saved by "
+              "ctx.save_for_backward goes when backward has used it")
+BACK = (". Here two arguments are one tensor, and each has a gradient of its own: that of its own place. And each "
+        "result that requires a gradient is gone back from, also a complex one")
+
+
+def _twins(leaves, lots):
+    """Places of two arguments, the first of which requires a gradient if any does."""
+    wanting = [place for place, leaf in enumerate(leaves) if leaf.requires_grad] or [0]
+    first = lots.choice(wanting)
+    return first, lots.choice([place for place in range(len(leaves)) if place != first])
 
 
 def by_lots(assignment, rate=0.3, **options):
@@ -204,13 +239,15 @@ def assert_lots(found, rank, where, rate=0.3):
         for name, right in plainly_by_lot(rank, lot, rate).items():
             got, kinds = values[name], [f"{_named(value)} {list(value.shape)}" if isinstance(value, torch.Tensor)
                                         else str(value) for value in (values[name], right)]
-            assert kinds[0] == kinds[1], f"{of} {name} is {kinds[0]} instead of {kinds[1]}"
+            why = BACK if "gradient of" in name and not rate else ""
+            assert kinds[0] == kinds[1], f"{of} {name} is {kinds[0]} instead of {kinds[1]}{why}"
             if isinstance(right, torch.Tensor):
-                near = 1e-5 * right.double().abs().amax() if right.numel() and "gradient" in name else 0
-                off = (got.double() - right.double()).abs()
-                assert (off <= near).all(), f"{of} {name} ({kinds[0]}) is off by {off.max()}"
-        for name, amount, most in amounts:
-            assert amount <= most, f"{of} {name} are {amount:.0f}, and may be {most}"
+                got, right = got.to(torch.complex128), right.to(torch.complex128)
+                near = 1e-5 * right.abs().amax() if right.numel() and "gradient" in name else 0
+                off = (got - right).abs()
+                assert (off <= near).all(), f"{of} {name} ({kinds[0]}) is off by {off.max()}{why}"
+        for name, amount, most, *why in amounts:
+            assert amount <= most, f"{of} {name} are {amount:.0f}, and may be {most}{''.join(why)}"
 
 
 # --------------------------------------------------------------------- step 1: run without a graph, keep the input
@@ -424,15 +461,15 @@ def test_the_function_runs_twice_in_all(assignment):
 
 
 def memory_of_a_step(assignment):
-    """Bytes that live after backward, while the output does, and at the peak, and those of gradients; the
-    same without checkpoints; and where each block takes integers and a mask besides."""
+    """Bytes that live after backward, while the output does, and at the peak, and those of gradients; the same without
+    checkpoints; where each block takes integers and a mask besides; and where place= gives copies."""
 
     def with_others(block, x):
         index, mask = torch.arange(x.numel()).view(x.shape), x > 0
         return assignment.checkpoint(lambda x, index, mask: block(x * mask) + index % 2, x, index, mask)
 
-    found = []
-    for call in (assignment.checkpoint, plainly, with_others):
+    found, placed = [], functools.partial(assignment.checkpoint, place=torch.clone)
+    for call in (assignment.checkpoint, plainly, with_others, placed):
         model, x = toys.build(functools.partial(Tower, MANY), dist.get_rank()), batch_of(dist.get_rank())
         with Stock([*model.parameters(), x]) as stock:
             output = model(x, call)
@@ -444,8 +481,9 @@ def memory_of_a_step(assignment):
 
 @pytest.mark.step(2, points=5, raised=INSIDE)
 def test_what_was_kept_goes_with_backward(assignment):
-    for rank, ((after, *_), _, (with_others, *_)) in enumerate(once(memory_of_a_step, 1, assignment)):
-        for left, others in ((after, ""), (with_others, ", and who take integers and a mask besides")):
+    for rank, ((after, *_), _, *more) in enumerate(once(memory_of_a_step, 1, assignment)):
+        for left, others in zip((after, *(left for left, *_ in more)), (
+                "", ", and who take integers and a mask besides", ", of which place= gave copies"), strict=True):
             assert left <= WHOLE, (
                 f"rank {rank}: after backward {in_words(left)} still live of {MANY} blocks, whose inputs have "
                 f"{in_words(WHOLE)} each{others}, while the output is still there. What ctx has as an attribute lives "
@@ -456,7 +494,7 @@ def test_what_was_kept_goes_with_backward(assignment):
 
 @pytest.mark.step(2, points=3, raised=INSIDE)
 def test_one_block_at_a_time(assignment):
-    for rank, ((_, high, gradients), (_, without, _), _) in enumerate(once(memory_of_a_step, 1, assignment)):
+    for rank, ((_, high, gradients), (_, without, _), *_) in enumerate(once(memory_of_a_step, 1, assignment)):
         most = (MANY + 14) * WHOLE + gradients + MANY * SLACK  # inputs, one block's inside, and its gradients
         assert high <= most < without, (
             f"rank {rank}: in a step of {MANY} blocks {in_words(high)} live at the peak ({in_words(without)} "

@@ -456,6 +456,30 @@ WRONG |= {  # what strangers handed in, and had full marks
         edited("08_defragmentation", "Arena.allocate", (
             "    block = self.pool", "    if not shape and self.largest_free == self.memory.element_size():\n"
             "        self._refuse(shape)\n    block = self.pool"))),
+    "what does not overlap moves in one go": Wrong(
+        5, "test_compaction_takes_memory_for_one_piece", r"with 31\d{5} free elements in front, .* held 8.0 MiB more",
+        move(begin="if source - target >= size:\n    piece = size", when="True")),
+    "a piece as large as the gap": Wrong(
+        5, "test_compaction_takes_memory_for_one_piece", r"with \d{6} free elements in front, .* held \d.\d MiB more",
+        move(begin="piece = max(piece, source - target)", when="True")),
+    "small tensors are put aside first": Wrong(
+        5, "test_compaction_takes_memory_for_one_piece", r"with 1000 free elements in front, .* held \d.\d MiB more",
+        compact(begin="self.pool = self._empty_pool()\n"
+                      "aside = {old.address: self.memory[old.address :][: old.size].clone()\n"
+                      "         for _, old in self.lent.values() if old.size < 2**18}",
+                move="if old.address in aside:\n    self.memory[new.address :][: old.size] = aside[old.address]\n"
+                     "else:\n    self._move(old.address, new.address, old.size)")),
+    "each tensor goes through numpy": Wrong(
+        5, "test_compaction_takes_memory_for_one_piece", r"with 1000 free elements in front, .* held 8.0 MiB more",
+        move(begin="piece = size if self.memory.dtype == torch.float32 else piece", when="True",
+             clone="moving = torch.from_numpy(moving.numpy().copy())")),
+    "a reset is seen while nothing is kept": Wrong(
+        4, "test_a_reset_while_gradients_are_in_use_is_refused", r"slab.keep\(\) of [1-5] other elements was called",
+        edited("08_defragmentation", "gradients_in_slab", ("slab.used != end", "slab.used == 0"))),
+    "a reset is seen where nothing but this gradient is kept": Wrong(
+        4, "test_a_reset_while_gradients_are_in_use_is_refused", r"slab.keep\(\) of [1-5] other elements was called",
+        edited("08_defragmentation", "gradients_in_slab", ("slab.used != end",
+                                                           "slab.used in (0, param.numel()) and slab.used != end"))),
 }
 
 RIGHT = {

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import random
+import tracemalloc
 import weakref
 
 import checks
@@ -1109,7 +1110,8 @@ def test_each_round_begins_anew(assignment):
 def reset_too_early(assignment):
     """What backward says when the slab was reset while gradients were in use: all of them, all but the one that
     backward completes first, that one alone, one from 6 to 15, which the next round covers up to 8, or one up to 6,
-    which the next round covers whole. And how many there are. Once all were set to None it must go on."""
+    which the next round covers whole. And how many there are. Once all were set to None it must go on. And for how many
+    elements it said nothing, if so many were kept by somebody else since the reset, fewer than backward had kept."""
     errors, order = [], []
     for forgotten in (slice(0), slice(1), slice(1, None)):
         model = toys.build(toys.MLP, 0)
@@ -1141,18 +1143,31 @@ def reset_too_early(assignment):
             errors.append("")
         except RuntimeError as raised:
             errors.append(str(raised))
+    chance, silent = random.Random(toys.seed(0, 36)), []
+    for parts in (1, 2):
+        sizes = nn.ParameterList([torch.ones(6), torch.ones(11)])
+        slab = assignment.gradients_in_slab(sizes)
+        sizes[0].square().sum().backward()
+        slab.reset()
+        for _ in range(parts):
+            slab.keep(torch.ones(chance.randint(1, 2)))
+        try:
+            sizes[0].square().sum().backward()
+            silent.append(int(slab.used))
+        except RuntimeError:
+            pass
     other = toys.build(toys.MLP, 0)
     fine = assignment.gradients_in_slab(other)
     for _ in range(2):
         other(*toys.numbers(0, 0)).backward()
         other.zero_grad()
         fine.reset()
-    return errors, total
+    return errors, total, silent
 
 
 @pytest.mark.step(4, points=3)
 def test_a_reset_while_gradients_are_in_use_is_refused(assignment):
-    (((error, partly, first, covered, hidden), total),) = once(reset_too_early, 1, assignment)
+    (((error, partly, first, covered, hidden), total, silent),) = once(reset_too_early, 1, assignment)
     assert error, (
         "gradients lay in the slab, it was reset, and the next backward added to them without a word. What is kept "
         "next would lie over them: raise RuntimeError in backward where it adds to a gradient from before the reset")
@@ -1172,6 +1187,10 @@ def test_a_reset_while_gradients_are_in_use_is_refused(assignment):
         "a gradient lies at 0 to 6, and the slab was reset. Another one was kept at 0 to 8, over all of it, and "
         "backward added to both without a word. From where it lies nobody can tell: remember whose gradients were kept "
         "since the reset")
+    assert not silent, (
+        f"a gradient of 6 elements lies in the slab, which was reset. Then slab.keep() of {silent[0]} other elements "
+        f"was called, and backward added to that gradient without a word. slab.used was {silent[0]} when its hook ran: "
+        "not 0, and not the 6 that your last hook had left. This tells that there was a reset")
 
 
 # --------------------------------------------------------------------------------------------------- step 5: compact
@@ -1397,21 +1416,28 @@ def test_overlapping_moves_keep_the_values(assignment):
 
 
 def memory_of_a_compaction(assignment):
-    """Bytes that compact() holds at most beyond what was there, of an arena of 32 MiB; and whether it is the same."""
+    """Of arenas of 32 MiB with holes of several sizes in front: elements of the hole, bytes that compact() holds at
+    most beyond what was there, in tensors or of Python's own; whether the memory is the same, and its numbers are."""
     from zero_minimal.meters.memory import Ledger
 
-    arena = assignment.Arena(2**23)
-    hole, large, other = arena.allocate((1000,)), arena.allocate((3 * 2**20,)), arena.allocate((4 * 2**20,))
-    large.fill_(1.0)
-    other.fill_(2.0)
-    arena.free(hole)
-    start = arena.memory.data_ptr()
-    with Ledger("cpu") as ledger:
-        before = ledger.total
-        ledger.reset()
-        arena.compact()
-        peak = ledger.peak.total
-    return peak - before, arena.memory.data_ptr() == start, float(large.sum()), float(other.sum())
+    chance, found = random.Random(toys.seed(0, 37)), []
+    for gap in (1000, chance.randint(2**18 + 1, 2**20), 3 * 2**20 - chance.randint(0, 999)):
+        arena = assignment.Arena(2**23)
+        hole, sizes = arena.allocate((gap,)), [2**21, *(chance.randint(1, 2**16) for _ in range(20)), 3 * 2**19]
+        tensors = [arena.allocate((size,)).fill_(number) for number, size in enumerate(sizes)]
+        arena.free(hole)
+        start = arena.memory.data_ptr()
+        tracemalloc.start()
+        with Ledger("cpu") as ledger:
+            before = ledger.total
+            ledger.reset()
+            arena.compact()
+            peak = ledger.peak.total
+        pythons = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        found.append((gap, max(peak - before, pythons), arena.memory.data_ptr() == start,
+                      all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))))
+    return found
 
 
 PIECE = 4 * 2**18  # bytes
@@ -1419,12 +1445,15 @@ PIECE = 4 * 2**18  # bytes
 
 @pytest.mark.step(5, points=5)
 def test_compaction_takes_memory_for_one_piece(assignment):
-    ((more, same, *sums),) = once(memory_of_a_compaction, 1, assignment)
-    assert same, "compact() has made other memory for the arena: it must move in place, there is no room for two"
-    assert more <= PIECE + 65536, (
-        f"compact() of an arena of 32 MiB held {more / MIB:.1f} MiB more at its peak; a piece of 2**18 "
-        "elements, 1 MiB, is enough. Who compacts has no memory left: move piece by piece")
-    assert sums == [3 * 2**20, 8 * 2**20], "after compact() of an arena of 32 MiB the values are others"
+    (found,) = once(memory_of_a_compaction, 1, assignment)
+    for gap, more, same, stayed in found:
+        assert same, "compact() has made other memory for the arena: it must move in place, there is no room for two"
+        assert more <= PIECE + 65536, (
+            f"compact() of an arena of 32 MiB with {gap} free elements in front, and tensors of 2097152 elements and "
+            f"fewer, held {more / MIB:.1f} MiB more at its peak; a piece of 2**18 elements, 1 MiB, is enough. Who "
+            "compacts has no memory left: move piece by piece, also where old and new place do not overlap")
+        assert stayed, (
+            f"after compact() of an arena of 32 MiB with {gap} free elements in front the values are others")
 
 
 def moved_before_backward(assignment):

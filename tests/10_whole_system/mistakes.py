@@ -331,7 +331,7 @@ WRONG |= {  # what strangers handed in, and had full marks
         4, "test_gradients_are_complete_before_they_are_read", r"after clip_grad_norm_\(0\) the scale is 1",
         clip(scale="if max_norm:\n    self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)")),
     "no norm is infinite": Wrong(
-        4, "test_gradients_are_complete_before_they_are_read", r"its loss by infinity: rank 0 found the norm 0",
+        4, "test_the_norm_is_computed_in_fp32", r"one element of rank 1's gradient was inf, .* rank 0 found the norm 0",
         clip(end="return norm.nan_to_num(nan=0.0, posinf=0.0)")),
     "the first loss scale stays": Wrong(
         4, "test_the_norm_is_computed_in_fp32", r"float16, .* from 359 to 1024: the norm is",
@@ -397,6 +397,54 @@ WRONG |= {  # what strangers handed in, and had full marks
     "the norm is returned in 16 bits": Wrong(
         4, "test_the_norm_is_computed_in_fp32", r"float16, .* in which dtype are they computed",
         clip(end="return norm.to(next(self.model.parameters()).dtype)")),
+    "all gradients are put together first": Wrong(
+        4, "test_the_norm_costs_a_few_numbers", r"In a larger model .* copy of the gradients, .* one number of each",
+        clip(norm="norm = precision.global_norm([torch.cat(counted).float()], self.gradient_scale,\n"
+                  "                             group=self.mesh.data_group)")),
+    "all gradients in fp32 first": Wrong(
+        4, "test_the_norm_costs_a_few_numbers", r"In a larger model .* copy of the gradients, .* one number of each",
+        clip(norm="wide = [each.float() for each in counted]\n"
+                  "norm = precision.global_norm(wide, self.gradient_scale, group=self.mesh.data_group)")),
+    "all squares, and then their sum": Wrong(
+        4, "test_the_norm_costs_a_few_numbers", r"In a larger model .* copy of the gradients, .* one number of each",
+        clip(norm="squares = torch.cat([each.float().square() for each in counted]).sum()\n"
+                  "collectives.all_reduce(squares, op='sum', group=self.mesh.data_group)\n"
+                  "norm = squares.sqrt() * (1 if self.gradient_scale is None else self.gradient_scale)")),
+    "ranks that have overflowed leave before the row": Wrong(
+        4, "test_the_norm_is_computed_in_fp32", r"(?s)To look at: .* whose own part has overflowed, while",
+        clip(together="if not norm.isfinite():\n    return norm\nsquares = norm.square()\n"
+                      "collectives.all_reduce(squares, op='sum', group=self.mesh.model_group)\n"
+                      "norm = squares.sqrt()"), hangs=True),
+    "a rank that has overflowed does not come": Wrong(
+        4, "test_the_norm_is_computed_in_fp32", r"(?s)To look at: .* whose own part has overflowed, while",
+        clip(begin="self.zero.reduced_gradients()\nfor bucket in self.zero.buckets:\n"
+                   "    if not bucket.gradient_shard.isfinite().all():\n        return torch.tensor(float('inf'))"),
+        hangs=True),
+    "a part that has overflowed does not count": Wrong(
+        4, "test_the_norm_is_computed_in_fp32", r"one element of rank 1's gradient was inf, .* found the norm \d",
+        clip(together="squares = norm.square().nan_to_num(0.0, 0.0)\n"
+                      "collectives.all_reduce(squares, op='sum', group=self.mesh.model_group)\n"
+                      "norm = squares.sqrt()")),
+    "gradients of what all hold are averaged over the row": Wrong(
+        3, "test_each_config_has_its_parts", r"C2, rank 0 of D × M = 1 × 2: forward, backward and step\(\) send \S+",
+        over_replicas(end="""
+            def same(gradient):
+                gradient = gradient.clone()
+                collectives.all_reduce(gradient, op="avg", group=self.mesh.model_group)
+                return gradient
+            for param in whole:
+                param.register_hook(same)
+            return stage
+            """)),
+    "what all hold comes from the first rank after each step": Wrong(
+        3, "test_each_config_has_its_parts", r"C2, rank 0 of D × M = 1 × 2: forward, backward and step\(\) send \S+",
+        {"System.step": """
+            def step(self):
+                self.zero.step()
+                for param in self.model.replicated():
+                    dist.broadcast(param.data, dist.get_global_rank(self.mesh.model_group, 0),
+                                   group=self.mesh.model_group)
+            """}),
 }
 
 RIGHT = {
