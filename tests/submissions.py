@@ -127,6 +127,18 @@ def edited(folder: str, name: str, *pairs: tuple[str, str]) -> dict[str, str]:
     return {name: text}
 
 
+def norm_of_whole_gradients(folder: str, stage: str) -> dict[str, str]:
+    """A clip_grad_norm_ for which all gradients travel: a mistake at each stage that keeps shards of them."""
+    return edited(folder, f"{stage}.clip_grad_norm_", (
+        "= self.reduced_gradients()", "= [all_of(self, shard) for shard in self.reduced_gradients()]"), (
+        "group=self.group)", "sharded=False)")) | {"all_of": """
+            def all_of(stage, shard):
+                whole = shard.new_empty(shard.numel() * stage.world_size)
+                collectives.all_gather(whole, shard, group=stage.group)
+                return whole
+            """}
+
+
 @functools.cache
 def supervisor(lesson: Lesson) -> Supervisor:
     """One for all submissions of a lesson, whatever test file they are in: its fork server takes seconds to start."""

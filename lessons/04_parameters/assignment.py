@@ -18,7 +18,7 @@ group:
                and free them                                                      Ψ(N−1)/N elements
     step       update its own shard: no parameters are sent
 Together 1.5 times what data parallelism sends, or a little less: the root and the last block stay
-from forward to backward, and the first block to the next micro-batch's forward.
+from forward to backward, and the first block from there to the next micro-batch's forward.
 Not counted, since small: running statistics (batch norm) at each step, and a norm when clipping.
 """
 

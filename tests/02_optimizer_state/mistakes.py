@@ -3,7 +3,7 @@
 Each of the first functions below gives the text of one that is right, or that differs in the parts that are named.
 """
 
-from submissions import Wrong, edited, function
+from submissions import Wrong, edited, function, norm_of_whole_gradients
 
 
 def own(gradients="bucket.whole_gradients()", parameters="shard_of(bucket.parameters, *mine)",
@@ -539,14 +539,7 @@ WRONG |= {  # what strangers handed in, and had full marks
             "self.reduced_gradients()", "[bucket.gradient_shard for bucket in self.buckets]")), hangs=True),
     "the norm is taken of whole gradients": Wrong(
         5, "test_clipping_returns_a_tensor_and_leaves_the_gradients", r"clip_grad_norm_\(0.1\) sent .* one number",
-        edited("02_optimizer_state", "Stage1.clip_grad_norm_", (
-            "= self.reduced_gradients()", "= [all_of(self, shard) for shard in self.reduced_gradients()]"), (
-            "group=self.group)", "sharded=False)")) | {"all_of": """
-                def all_of(stage, shard):
-                    whole = shard.new_empty(shard.numel() * stage.world_size)
-                    collectives.all_gather(whole, shard, group=stage.group)
-                    return whole
-                """}),
+        norm_of_whole_gradients("02_optimizer_state", "Stage1")),
     "edits of parameters in 16 bits are lost": Wrong(
         4, "test_small_steps_in_bf16_add_up", r"all parameters were set to 2, .* the master goes on from before",
         {"update_shard": update_shard()["update_shard"].removeprefix("@changes_parameters\n")}),

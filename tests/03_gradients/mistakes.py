@@ -3,7 +3,7 @@
 Each of the five functions below gives the text of one that is right, or that differs in the parts that are named.
 """
 
-from submissions import Wrong, edited, function
+from submissions import Wrong, edited, function, norm_of_whole_gradients
 
 FREED = "self.memory.give_back(self.reducing.whole)"
 REDUCING = "self.reducing = Reduction(bucket, whole, part, pending)"
@@ -645,14 +645,7 @@ WRONG |= {  # what strangers handed in, and had full marks
                         "sharded=max_norm != float('inf'))")),
     "the norm is taken of whole gradients": Wrong(
         4, "test_clipping_returns_a_tensor_and_leaves_the_gradients", r"clip_grad_norm_\(0.1\) sent .* one number",
-        edited("03_gradients", "Stage2.clip_grad_norm_", (
-            "= self.reduced_gradients()", "= [all_of(self, shard) for shard in self.reduced_gradients()]"), (
-            "group=self.group)", "sharded=False)")) | {"all_of": """
-                def all_of(stage, shard):
-                    whole = shard.new_empty(shard.numel() * stage.world_size)
-                    collectives.all_gather(whole, shard, group=stage.group)
-                    return whole
-                """}),
+        norm_of_whole_gradients("03_gradients", "Stage2")),
 }
 
 RIGHT = {

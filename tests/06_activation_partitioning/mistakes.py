@@ -417,8 +417,8 @@ def given_twice(key):
     """Tensors that are one by this key are kept once, and are one in the second run."""
     return edited(FOLDER, "_Checkpoint.forward", ("    ctx.before =", f"""
     keys = [{key} for tensor in tensors]
-    ctx.places = [sorted(set(keys), key=keys.index).index(one) for one in keys]
-    tensors = [tensors[keys.index(one)] for one in sorted(set(keys), key=keys.index)]
+    each = list(dict.fromkeys(keys))
+    ctx.places, tensors = [each.index(one) for one in keys], [tensors[keys.index(one)] for one in each]
     ctx.before ="""), ("return run(tensors)", "return run([tensors[place] for place in ctx.places])")) | edited(
         FOLDER, "_Checkpoint.backward", ("    with random_state_of", """
     inputs = [inputs[place] for place in ctx.places]
@@ -455,9 +455,9 @@ WRONG |= {  # wrong where a part or a copy is kept, where a tensor comes twice, 
 RIGHT = {
     "a tensor that is given twice is kept once": edited(FOLDER, "_Checkpoint.forward", (
         "    ctx.save_for_backward(*(keeper.keep(tensor) for tensor in tensors))", """
-    keys = [id(tensor) for tensor in tensors]
-    ctx.places = [sorted(set(keys), key=keys.index).index(one) for one in keys]
-    ctx.save_for_backward(*(keeper.keep(tensors[keys.index(one)]) for one in sorted(set(keys), key=keys.index)))""")
+    each = {id(tensor): tensor for tensor in tensors}
+    ctx.places = [list(each).index(id(tensor)) for tensor in tensors]
+    ctx.save_for_backward(*map(keeper.keep, each.values()))""")
     ) | edited(FOLDER, "_Checkpoint.backward", (
         "zip(ctx.saved_tensors,", "zip([ctx.saved_tensors[place] for place in ctx.places],")),
     "other words": forward() | backward(through=THROUGH.replace(

@@ -160,7 +160,7 @@ def _exchange(leaving: list, arriving: list, group) -> list:
 
 
 def _meet() -> None:
-    """Before one of gloo's own collectives: it could take messages still to come for its."""
+    """Before one of gloo's own collectives, which could take messages still to come for its own."""
     wait_for_half_done(at_work().group)
     tell("messages", "read", at_work())
 

@@ -187,35 +187,6 @@ def check_groups(optimizer_class: type[Optimizer], options: dict, groups: list[d
 @seams.at("wrapped")
 def refuse_in_optimizer(stage) -> None:
     """Let the optimizer refuse what only a stage can do."""
-    from zero_minimal.guards.grad_placeholder import has_gradient  # which listens later
-
-    def refuse(optimizer, *_):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for param in params:
-            if not has_gradient(param):  # then torch leaves it alone
-                param.grad = None
-        if all(param.grad is None for param in params):
-            raise RuntimeError("call zero.step(): zero.optimizer.step() alone sees no gradient, "
-                               "and sends no parameter. (In fp16, take loss_scaler.LossScaler in "
-                               "the place of torch's GradScaler)")
-
-    def refuse_group(group):
-        raise RuntimeError("a group cannot be added to zero.optimizer after wrapping, since no "
-                           "bucket belongs to it: name all groups in param_groups= when you wrap")
-
-    def refuse_hook(hook):
-        raise RuntimeError("zero.optimizer takes no step hooks: it steps once for each bucket, on "
-                           "the host under offload, and a hook would see one shard, so that norms "
-                           "and counts would be wrong. Call what you need before or after "
-                           "zero.step()")
-
-    def refuse_from(*_):
-        callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
-        if "torch.distributed.checkpoint.state_dict" in callers:
-            raise RuntimeError("get_state_dict() and set_state_dict() of torch.distributed."
-                               "checkpoint take shards for whole parameters: call saved_state."
-                               "save(zero, folder) and load(), or zero.state_dict()")
-
     optimizer, drop = stage.optimizer, weakref.WeakMethod(stage.zero_grad)
     params = {id(param) for param in stage.model.parameters()}
 
@@ -224,14 +195,46 @@ def refuse_in_optimizer(stage) -> None:
 
     guard_state(optimizer)
     optimizer.register_load_state_dict_post_hook(guard_state)  # torch puts in another one
-    optimizer.register_state_dict_pre_hook(refuse_from)
-    optimizer.register_load_state_dict_pre_hook(refuse_from)
-    optimizer.register_step_pre_hook(refuse_from)
-    optimizer.register_step_pre_hook(refuse)
+    optimizer.register_state_dict_pre_hook(refuse_checkpoint)
+    optimizer.register_load_state_dict_pre_hook(refuse_checkpoint)
+    optimizer.register_step_pre_hook(refuse_checkpoint)
+    optimizer.register_step_pre_hook(refuse_step)
     optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
     optimizer.add_param_group = refuse_group
     optimizer.zero_grad = lambda set_to_none=True: drop()()
-    optimizer._step_supports_amp_scaling = True  # so torch's GradScaler comes as far as refuse()
+    optimizer._step_supports_amp_scaling = True  # so torch's GradScaler comes to refuse_step()
+
+
+def refuse_step(optimizer, *_):
+    from zero_minimal.guards.grad_placeholder import has_gradient  # which listens later
+
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        if not has_gradient(param):  # then torch leaves it alone
+            param.grad = None
+    if all(param.grad is None for param in params):
+        raise RuntimeError("call zero.step(): zero.optimizer.step() alone sees no gradient, and "
+                           "sends no parameter. (In fp16, take loss_scaler.LossScaler in the place "
+                           "of torch's GradScaler)")
+
+
+def refuse_group(group):
+    raise RuntimeError("a group cannot be added to zero.optimizer after wrapping, since no bucket "
+                       "belongs to it: name all groups in param_groups= when you wrap")
+
+
+def refuse_hook(hook):
+    raise RuntimeError("zero.optimizer takes no step hooks: it steps once for each bucket, on the "
+                       "host under offload, and a hook would see one shard, so that norms and "
+                       "counts would be wrong. Call what you need before or after zero.step()")
+
+
+def refuse_checkpoint(*_):
+    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+    if "torch.distributed.checkpoint.state_dict" in callers:
+        raise RuntimeError("get_state_dict() and set_state_dict() of torch.distributed.checkpoint "
+                           "take shards for whole parameters: call saved_state.save(zero, folder) "
+                           "and load(), or zero.state_dict()")
 
 
 class StateOfShards(defaultdict):
