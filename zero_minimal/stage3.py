@@ -81,7 +81,7 @@ class Stage3(Hooks):
         )
         self.memory = memory(self.buckets, group)
         self.reducing = None  # the Reduction under way, if any
-        self.gathered = False  # inside gather_parameters()
+        self.inside_gather_parameters = False
         self.reducer = Reducer(self, by_turns=True)
         # after Reducer, whose hook on the model's output runs first
         self.execution_order = ExecutionOrder(self)
@@ -134,7 +134,7 @@ class Stage3(Hooks):
         collectives.free(bucket.parameters)
 
     def _release_all(self):
-        if self.gathered:
+        if self.inside_gather_parameters:
             raise RuntimeError("leave gather_parameters() first: no step runs inside of it")
         for unit in self.units:
             self._release(unit)
@@ -169,7 +169,7 @@ class Stage3(Hooks):
     # during backward: core/reducer.py calls these; bucket_complete when backward has left a unit
 
     def backward_begins(self):
-        if self.gathered:
+        if self.inside_gather_parameters:
             raise RuntimeError("call backward() outside gather_parameters()")
         self.execution_order.begin("backward")
 
@@ -247,13 +247,13 @@ class Stage3(Hooks):
         backward() inside. Edits are kept: make them alike on all ranks, else RuntimeError. An
         error inside undoes them."""
         self._release_all()
-        self.gathered = True
+        self.inside_gather_parameters = True
         try:
             with whole_parameters(self.all_buckets, self.rank, self.group):
                 yield
                 replicas.check_alike(self.model, self.group)
         finally:
-            self.gathered = False
+            self.inside_gather_parameters = False
             self._release_all()
 
 

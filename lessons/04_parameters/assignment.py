@@ -81,7 +81,7 @@ class Stage3(Hooks):
         )
         self.memory = memory(self.buckets, group)
         self.reducing = None  # the Reduction under way, if any
-        self.gathered = False  # inside gather_parameters()
+        self.inside_gather_parameters = False
         self.reducer = Reducer(self, by_turns=True)
         # after Reducer, whose hook on the model's output runs first
         self.execution_order = ExecutionOrder(self)
@@ -139,7 +139,7 @@ class Stage3(Hooks):
         raise NotImplementedError("step 1: _free")
 
     def _release_all(self):
-        if self.gathered:
+        if self.inside_gather_parameters:
             raise RuntimeError("leave gather_parameters() first: no step runs inside of it")
         for unit in self.units:
             self._release(unit)
@@ -174,7 +174,7 @@ class Stage3(Hooks):
     # during backward: core/reducer.py calls these; bucket_complete when backward has left a unit
 
     def backward_begins(self):
-        if self.gathered:
+        if self.inside_gather_parameters:
             raise RuntimeError("call backward() outside gather_parameters()")
         self.execution_order.begin("backward")
 
@@ -256,10 +256,10 @@ class Stage3(Hooks):
         """Context in which every parameter is whole. All ranks must enter it, and call no
         backward() inside. Edits are kept: make them alike on all ranks, else RuntimeError. An
         error inside undoes them."""
-        # step 5: inside, every parameter is whole, and self.gathered is True, so that no unit has
-        # turns, and no evaluation ends. Afterwards none is whole, and self.gathered is False. Edits
-        # are kept if all ranks made them alike, else it is a RuntimeError; an error inside undoes
-        # them.
+        # step 5: inside, every parameter is whole, and self.inside_gather_parameters is True, so
+        # that no unit has turns, and no evaluation ends. Afterwards none is whole, and
+        # self.inside_gather_parameters is False. Edits are kept if all ranks made them alike, else
+        # it is a RuntimeError; an error inside undoes them.
         # - whole_parameters(self.all_buckets, self.rank, self.group): a context in which all
         #   parameters are whole, in new memory. At its end they go into the shards, unless an error
         #   ended it. It frees nothing, and sets no unit.whole.

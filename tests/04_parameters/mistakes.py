@@ -118,9 +118,9 @@ def evaluation_done(body="self._release_all()"):
 def gather_parameters(begin="self._release_all()", whole="whole_parameters(self.all_buckets, self.rank, self.group)",
                       alike="replicas.check_alike(self.model, self.group)", end="self._release_all()"):
     return {"Stage3.gather_parameters": "@contextmanager\n" + function(
-        "def gather_parameters(self):", begin, "self.gathered = True",
+        "def gather_parameters(self):", begin, "self.inside_gather_parameters = True",
         function("try:", function(f"with {whole}:", "yield", alike)),
-        function("finally:", "self.gathered = False", end))}
+        function("finally:", "self.inside_gather_parameters = False", end))}
 
 
 def made_at_the_start(line):
@@ -131,7 +131,7 @@ def made_at_the_start(line):
         self.units = find_units(model)
         set_up(self, model, optimizer_class, options, group=group, bucket_bytes=bucket_bytes,
                param_groups=param_groups, units=self.units)
-        self.memory, self.reducing, self.gathered = GradientMemory(self.buckets, group), None, False
+        self.memory, self.reducing, self.inside_gather_parameters = GradientMemory(self.buckets, group), None, False
         self.reducer = Reducer(self, by_turns=True)
         self.execution_order = ExecutionOrder(self)
         """, line)}
@@ -181,11 +181,11 @@ def only_if(number):
     numbers = f"{{param: {number} for param in self.model.parameters()}}"
     edited = function("if any(before[param] != after[param] for param in bucket.params):", TAKEN_OVER)
     return GIVES_BACK | {"Stage3.gather_parameters": "@contextmanager\n" + function(
-        "def gather_parameters(self):", "self._release_all()", "self.gathered = True",
+        "def gather_parameters(self):", "self._release_all()", "self.inside_gather_parameters = True",
         function("try:", "gather_anew(self.all_buckets, self.group)", f"before = {numbers}", "yield",
                  "replicas.check_alike(self.model, self.group)", f"after = {numbers}",
                  function("for bucket in self.all_buckets:", edited)),
-        function("finally:", "self.gathered = False", "self._release_all()"))}
+        function("finally:", "self.inside_gather_parameters = False", "self._release_all()"))}
 
 
 SUMS = "[param.detach().sum().item() for param in unit.params]"
@@ -671,7 +671,7 @@ WRONG |= {  # what strangers handed in, and had full marks
     "step() frees without carrying edits over": Wrong(
         5, "test_an_evaluation_leaves_nothing_whole", r"of the root, were changed in place, at its turn in a training",
         edited("04_parameters", "Stage3.step", ("    self._release_all()", """
-    if self.gathered:
+    if self.inside_gather_parameters:
         self._release_all()
     for unit in self.units:
         self._arrive(unit)
@@ -681,10 +681,11 @@ WRONG |= {  # what strangers handed in, and had full marks
     "an error leaves all whole": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"after an error has ended gather_parameters\(\) \d+ p",
         {"Stage3.gather_parameters": "@contextmanager\n" + function(
-            "def gather_parameters(self):", "self._release_all()", "self.gathered = True", function(
+            "def gather_parameters(self):", "self._release_all()", "self.inside_gather_parameters = True", function(
                 "try:", function("with whole_parameters(self.all_buckets, self.rank, self.group):", "yield",
-                                 "replicas.check_alike(self.model, self.group)"), "self.gathered = False",
-                "self._release_all()"), function("finally:", "self.gathered = False"))}),
+                                 "replicas.check_alike(self.model, self.group)"),
+                "self.inside_gather_parameters = False", "self._release_all()"),
+            function("finally:", "self.inside_gather_parameters = False"))}),
     "a unit's buckets are gathered one after the other": Wrong(
         3, "test_nobody_waits_for_the_next_unit", r"turns rank 0 did not begin to compute before it had",
         _gather(room=f"for pending in unit.gathering:\n    pending.wait()\n{ROOM}")),
@@ -707,16 +708,16 @@ WRONG |= {  # what strangers handed in, and had full marks
             """)),
     "step() goes on inside gather_parameters()": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"step\(\) inside gather_parameters\(\) raised nothing",
-        {"Stage3._release_all": function("def _release_all(self):", "if self.gathered:\n    return",
+        {"Stage3._release_all": function("def _release_all(self):", "if self.inside_gather_parameters:\n    return",
                                          "for unit in self.units:\n    self._release(unit)")}),
     "what gather_parameters() shows is freed with it": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"a state_dict\(\) of inside gather_parameters\(\) has no mem",
         {"Stage3.gather_parameters": "@contextmanager\n" + function(
-            "def gather_parameters(self):", "self._release_all()", "self.gathered = True", function(
+            "def gather_parameters(self):", "self._release_all()", "self.inside_gather_parameters = True", function(
                 "try:", "with whole_parameters(self.all_buckets, self.rank, self.group):\n    yield\n"
                 "    replicas.check_alike(self.model, self.group)\n    shown = list(self.model.parameters())\n"
                 "    shown = [param.data for param in shown]"), function(
-                "finally:", "self.gathered = False", "self._release_all()"),
+                "finally:", "self.inside_gather_parameters = False", "self._release_all()"),
             "for data in shown:\n    collectives.free(data)")}),
     "what is freed is read back into the master": Wrong(
         5, "test_trains_as_one_process_would", r"25 steps of 0.0015 from 1 on .* whatever is gathered or freed",

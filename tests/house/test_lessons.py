@@ -38,7 +38,7 @@ GIVEN = {  # lines of a solution that may be read: in hints, or since the starte
     "01_data_parallel": {"self.accumulating = False", "self.reducing = None", "for param in self.buckets_of:"},
     "02_optimizer_state": {"self.reducing = None"},
     "03_gradients": {"self.reducing = None"},
-    "04_parameters": {"self.reducing = None", "param.grad = None", "self.gathered = False"},
+    "04_parameters": {"self.reducing = None", "param.grad = None", "self.inside_gather_parameters = False"},
     "08_defragmentation": {"self.pool = self._empty_pool()", "self.used = 0"},
     "09_offload": {"precision.keep_changes(bucket)", "replicas.broadcast_statistics(self.model, self.group)",
                    'seams.tell("update_begins", bucket)', "self.reducer.needs_zero_grad = True",

@@ -117,7 +117,7 @@ def wrap_gather_parameters(stage) -> None:
 
     @functools.wraps(gather)
     def gather_parameters():
-        if getattr(owner(), "gathered", False):
+        if getattr(owner(), "inside_gather_parameters", False):
             return nullcontext()
         date_gather(owner())
         for bucket in owner().buckets:
@@ -137,7 +137,7 @@ def fill_buffers(model: nn.Module, new: dict[str, torch.Tensor]) -> None:
 
 def check_moment(stage) -> None:
     """Raises: RuntimeError if a checkpoint would lose what was done since the last step()."""
-    if getattr(stage, "gathered", False):
+    if getattr(stage, "inside_gather_parameters", False):
         raise RuntimeError("leave gather_parameters() before you save: what is changed inside of "
                            "it comes to the shards at its end")
     if accumulated(stage.reducer) and not stage.reducer.skipped:

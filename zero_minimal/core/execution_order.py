@@ -95,7 +95,7 @@ class ExecutionOrder:
             self._first_call.setdefault(unit, begin)
 
     def _before_forward(self, unit: Unit, module: nn.Module, _) -> None:
-        if self.stage.gathered:  # all is whole; one rank alone may be running
+        if self.stage.inside_gather_parameters:  # all is whole; one rank alone may be running
             return
         at_work = [one for _, one, _ in self.under_way]
         if module is not unit.module and (at_work if unit is self.root else unit in at_work):
@@ -171,8 +171,8 @@ class ExecutionOrder:
         if not unit.whole or self._turns[-1:] != [unit]:
             number = len(self._turns)
             self._turns.append(unit)
-            expected, following = (*self._last_turns[number : number + 2], None, None)[:2]
-            following = following if expected is unit else None
+            as_before = self._last_turns[number : number + 1] == [unit]
+            following = next(iter(self._last_turns[number + 1 :]), None) if as_before else None
             tell("unit_turn", self.stage, unit, following)
             self.stage.unit_turn(unit, following)
             tell("unit_turned", self, unit)

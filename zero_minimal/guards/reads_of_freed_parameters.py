@@ -118,14 +118,14 @@ def refuse_left_behind(module: nn.Module, *_) -> None:
 @seams.at("wrapped")
 def refuse_state_dict(stage) -> None:
     """Let state_dict() and load_state_dict() of stage.model, and of each module in it, raise an
-    error that says what to do, unless stage.gathered: a state dict of placeholders would be a
-    checkpoint of NaN."""
+    error that says what to do, unless stage.inside_gather_parameters: a state dict of placeholders
+    would be a checkpoint of NaN."""
 
     if not hasattr(stage, "units"):  # not stage 3
         return
 
     def refuse(stage, module, *_):
-        if not stage.gathered and any(True for _ in module.parameters()):
+        if not stage.inside_gather_parameters and any(True for _ in module.parameters()):
             raise RuntimeError("at stage 3 a rank holds shards only: put model.state_dict() or "
                                "model.load_state_dict() under `with zero.gather_parameters():`, "
                                "on all ranks; or save zero.state_dict(), this rank's part")
@@ -147,7 +147,7 @@ def refuse_nested_tensors(stage) -> None:
 
     def refuse(stage, module, args, kwargs):
         padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
-        plain = module.training or torch.is_grad_enabled() or stage.gathered
+        plain = module.training or torch.is_grad_enabled() or stage.inside_gather_parameters
         if padding is not None and module.use_nested_tensor and not plain:
             raise RuntimeError("at stage 3 an evaluation with src_key_padding_mask would not put "
                                "zeros where the padding is, as nested tensors do: build "

@@ -103,7 +103,8 @@ class Stage3:
             {**entry, "params": [part.master for part in self.parts if part.index == place]}
             for place, entry in enumerate(groups)], **options)
         self.before, self.now = {"forward": [], "backward": []}, []
-        self.kind, self.calls, self.running, self.needs_zero_grad, self.gathered = "forward", [], False, False, False
+        self.kind, self.calls, self.running, self.needs_zero_grad = "forward", [], False, False
+        self.inside_gather_parameters = False
         self.reduced = set()
         for unit in self.units:
             unit.module.register_forward_pre_hook(lambda module, _, unit=unit: self.forward_begins(unit), prepend=True)
@@ -152,7 +153,7 @@ class Stage3:
         self.before[self.kind], self.kind, self.now = self.now, kind, []
 
     def forward_begins(self, unit):
-        if self.gathered:
+        if self.inside_gather_parameters:
             return
         if not self.running:
             if unit is self.units[0]:
@@ -163,7 +164,7 @@ class Stage3:
         self.turn(unit)
 
     def forward_ended(self, unit, output):
-        if self.gathered:
+        if self.inside_gather_parameters:
             return
         if output.requires_grad:
             output.register_hook(lambda gradient: self.backward_comes_to(unit))
@@ -217,7 +218,7 @@ class Stage3:
 
     @torch.no_grad()
     def step(self):
-        if self.gathered:
+        if self.inside_gather_parameters:
             raise RuntimeError("step() after gather_parameters(), not inside")
         self.release_all()
         for part in self.parts:
@@ -240,7 +241,7 @@ class Stage3:
     @contextlib.contextmanager
     def gather_parameters(self):
         self.release_all()
-        self.gathered = True
+        self.inside_gather_parameters = True
         for unit in self.units:
             unit.arrive()
             for part in unit.parts:
@@ -261,10 +262,10 @@ class Stage3:
             if unlike:
                 raise RuntimeError("edits must be alike on all ranks")
         except BaseException:
-            self.gathered = False
+            self.inside_gather_parameters = False
             self.release_all()
             for part, shard in zip([part for unit in self.units for part in unit.parts], before, strict=True):
                 part.shard.copy_(shard)
             raise
-        self.gathered = False
+        self.inside_gather_parameters = False
         self.release_all()

@@ -61,7 +61,7 @@ class Sharded:
 class Stage3(Hooks):
     def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=None, param_groups=None, **options):
         groups = set_up.parameter_groups(model, param_groups)
-        self.model, self.group, self.gradient_scale, self.gathered = model, group, None, False
+        self.model, self.group, self.gradient_scale, self.inside_gather_parameters = model, group, None, False
         index = {param: place for place, entry in enumerate(groups) for param in entry["params"]}
         self.units = find_units(model)
         for unit in self.units:
@@ -130,7 +130,7 @@ class Stage3(Hooks):
 
     @torch.no_grad()
     def step(self):
-        if self.gathered:
+        if self.inside_gather_parameters:
             raise RuntimeError("step() after gather_parameters(), not inside")
         self.leave_all()
         self.reduced_gradients()
@@ -148,7 +148,7 @@ class Stage3(Hooks):
     @contextmanager
     def gather_parameters(self):
         self.leave_all()
-        self.gathered = True
+        self.inside_gather_parameters = True
         parts = [part for unit in self.units for part in unit.buckets]
         for part in parts:
             part.come()
@@ -161,6 +161,6 @@ class Stage3(Hooks):
                 whole = nn.functional.pad(part.params[0].data.flatten(), (0, part.padded - part.size))
                 part.parameter_shard.copy_(whole.chunk(part.count)[part.rank])
         finally:
-            self.gathered = False
+            self.inside_gather_parameters = False
             for part in parts:
                 part.go()
