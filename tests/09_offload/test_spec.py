@@ -52,7 +52,6 @@ def test_bytes_over_the_bus_and_its_speed():
             assert elapsed > 0.9 * needed - 0.02
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("stage", sample((1, 2, 3), (2,)))
 def test_edits_states_and_checkpoints(stage, tmp_path):
     toys.run(edits_and_states, 2, str(tmp_path), stage)

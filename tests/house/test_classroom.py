@@ -36,6 +36,7 @@ from zero_minimal.classroom.drawn import as_drawn
 from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import HOUSE, found
+from zero_minimal.classroom.messages import WHY_CUT
 from zero_minimal.classroom.submission import Submission
 from zero_minimal.processes.ranks import RankError
 
@@ -194,7 +195,7 @@ def test_a_hint_fits_what_the_ranks_do(error, says, does_not_say):
     ("it raised IndexError: out of range", "it raised IndexError: out of range\n    To look at: is it padded?"),
     ("it printed more than 1 MB", "it printed more than 1 MB"),
     ("it raised RuntimeError: [/pytorch/third_party/gloo/tcp/pair.cc:544] Connection closed by peer",
-     "it raised RuntimeError: Connection closed by peer\n    To look at: who waits for whom?"),
+     f"it raised {WHY_CUT}\n    To look at: who waits for whom?"),
     ("it raised RuntimeError: [enforce fail at /pytorch/gloo/tcp/pair.cc:450] op.nbytes == 8. 4 vs 8",
      "it raised RuntimeError: op.nbytes == 8. 4 vs 8\n    To look at: who waits for whom?"),
 ])

@@ -19,8 +19,6 @@ from zero_minimal.programs import progress
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.zero_100b import System
 
-pytestmark = pytest.mark.thorough
-
 SIZES = GPTConfig(layers=2, hidden=8, heads=4, sequence=toys.SEQUENCE, vocabulary=toys.VOCABULARY, dropout=0.0)
 
 

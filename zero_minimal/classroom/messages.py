@@ -19,11 +19,14 @@ _SENDS = re.compile(r" waited .*\bsend")
 _INSIDE = re.compile(r" at line \d+ of \S+ \((\w+)\): ")  # the function where a rank was
 _WAITS = re.compile(r"\b(wait|recv|send|synchronize)\(")  # functions in C, which have no frame on the stack
 _GLOO = re.compile(r"\[[^\]\[]*\.(?:cc|h):\d+\] *")  # places in gloo's source
+_CUT = re.compile(r"RuntimeError: .*Connection (?:closed|reset) by peer.*")
+WHY_CUT = ("RuntimeError: the connection to another rank broke, and no other rank had failed before. gloo does this "
+           "when a collective is dropped that nobody waited for, or when ranks call different ones")
 AT = "stood"  # of a rank that computes
 BUS = "waited at the bus"
 WHY_AT_THE_BUS = {"send": "all its buffers are in use", "receive": "nothing has come"}
 DIED_AT = "\nit died here (innermost first):\n"  # between the cause of a rank's death and its stack
-LOST = ("gloo", "is not part of group", "Connection")  # signs that a rank failed because of another
+LOST = ("gloo", "is not part of group", "onnection")  # signs that a rank failed because of another
 # errors that need no hint: a wrong name, or wrong arguments of a call
 _PLAIN = re.compile(r"it raised (NameError|UnboundLocalError|ImportError|ModuleNotFoundError|"
                     r"AttributeError: (?!'NoneType')|TypeError: .*(argument|is not callable|is not subscriptable))")
@@ -42,10 +45,11 @@ def of_failure(error: Exception, path: str) -> str:
             words = words.splitlines()[-1]
         words += _when(_FRAME.findall(stack), path)
         if fault:
-            return words if UNWRITTEN in words else f"rank {error.rank}: {words}"
+            return words if UNWRITTEN in words else f"rank {error.rank}: {_CUT.sub(WHY_CUT, words)}"
         if "SIGABRT" in words:
             words += (". gloo ends a rank when a message is larger than expected: do all ranks call the same "
-                      "collectives in the same order, with the same sizes? Or was memory freed that was being sent?")
+                      "collectives in the same order, with the same sizes? Or was memory freed that was being sent, or "
+                      "a collective dropped that nobody waited for?")
         if "SIGSEGV" in words:
             words += f"{LOOK_AT}does it use memory that is gone? A shard that is a view of a freed tensor is gone too."
         return f"rank {error.rank} is gone in the middle of the test: {words}"
