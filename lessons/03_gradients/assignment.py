@@ -73,7 +73,8 @@ class Stage2(Hooks):
         # step 1: the mean of this bucket's gradients over the ranks is on its way to their shards,
         # and self.reducing, a Reduction, says so. At most one bucket is on its way, and at most one
         # has whole gradients in self.memory. No .grad is left that no later bucket needs.
-        # - done: the parameters whose .grad no later bucket needs
+        # - done: a list of the parameters whose .grad no later bucket needs. Go over it: `param in
+        #   done` compares numbers
         # - self.memory.whole(bucket): a new vector [padded] of zeros
         # - self.memory.shard(bucket): a new vector [padded / N], not filled
         # - bucket.fuse_gradients(whole [padded]): copies what is in param.grad to its place in

@@ -113,7 +113,7 @@ class Host:
         if take_all:
             take_all()
         if self.owed:
-            self.part(INTERRUPTED)
+            self.part(f"parcels of the last update were not emptied: {INTERRUPTED}")
 
     def ask(self, *words) -> object:
         """Send words, and return the answer."""
