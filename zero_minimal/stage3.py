@@ -181,21 +181,21 @@ class Stage3(Hooks):
         bucket.fuse_gradients(whole)
         for param in done:  # here all of bucket.params, since none lies in two buckets
             param.grad = None  # frees what autograd made: all of it has been copied
-        part = self.memory.shard(bucket)  # [padded / N]
+        shard = self.memory.shard(bucket)  # [padded / N]
         pending = collectives.reduce_scatter(
-            part, whole, op="avg", group=self.group, of=bucket, async_op=True
+            shard, whole, op="avg", group=self.group, of=bucket, async_op=True
         )
-        self.reducing = Reduction(bucket, whole, part, pending)
+        self.reducing = Reduction(bucket, whole, shard, pending)
 
     def _wait(self):
         if self.reducing:
-            bucket, part = self.reducing.bucket, self.reducing.part
+            bucket, shard = self.reducing.bucket, self.reducing.shard
             self.reducing.pending.wait()
             self.memory.give_back(self.reducing.whole)  # not before: it was being sent
             if bucket.gradient_shard is None:
-                bucket.gradient_shard = part
+                bucket.gradient_shard = shard
             else:
-                bucket.gradient_shard += part  # from an earlier micro-batch
+                bucket.gradient_shard += shard  # from an earlier micro-batch
             self.reducing = None
 
     def backward_ends(self):

@@ -190,7 +190,7 @@ class Stage3(Hooks):
         # - collectives.reduce_scatter(output [s], input [N·s], op="avg" or "sum", group=…,
         #   async_op=True): the mean or the sum of all ranks' inputs, of which this rank's part goes
         #   to output. Returns a Work at once.
-        # - Reduction(bucket, whole, part, pending): its four fields have these names
+        # - Reduction(bucket, whole, shard, pending): its four fields have these names
         raise NotImplementedError("step 4: bucket_complete")
 
     def _wait(self):

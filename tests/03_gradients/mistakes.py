@@ -6,29 +6,29 @@ Each of the five functions below gives the text of one that is right, or that di
 from submissions import Wrong, edited, function, norm_of_whole_gradients
 
 FREED = "self.memory.give_back(self.reducing.whole)"
-REDUCING = "self.reducing = Reduction(bucket, whole, part, pending)"
+REDUCING = "self.reducing = Reduction(bucket, whole, shard, pending)"
 AT_ONCE = "pending = collectives.Work([])"
 
 
 def bucket_complete(begin="self._wait()", whole="self.memory.whole(bucket)", fuse="bucket.fuse_gradients(whole)",
-                    drop="for param in done:\n    param.grad = None", part="self.memory.shard(bucket)", op="avg",
-                    reduce="pending = collectives.reduce_scatter(part, whole, op=op, group=self.group, async_op=True)",
+                    drop="for param in done:\n    param.grad = None", shard="self.memory.shard(bucket)", op="avg",
+                    reduce="pending = collectives.reduce_scatter(shard, whole, op=op, group=self.group, async_op=True)",
                     end=REDUCING, name="bucket_complete"):
     return {f"Stage2.{name}": function(
-        f"def {name}(self, bucket, done):", begin, f"whole = {whole}", fuse, drop, f"part, op = {part}, '{op}'",
+        f"def {name}(self, bucket, done):", begin, f"whole = {whole}", fuse, drop, f"shard, op = {shard}, '{op}'",
         reduce, end)}
 
 
 KEEP = """
 if bucket.gradient_shard is None:
-    bucket.gradient_shard = part
+    bucket.gradient_shard = shard
 else:
-    bucket.gradient_shard += part
+    bucket.gradient_shard += shard
 """
 
 
 def wait(wait="self.reducing.pending.wait()", free=FREED, keep=KEEP):
-    body = function("if self.reducing:", "bucket, part = self.reducing.bucket, self.reducing.part", wait, free, keep,
+    body = function("if self.reducing:", "bucket, shard = self.reducing.bucket, self.reducing.shard", wait, free, keep,
                     "self.reducing = None")
     return {"Stage2._wait": function("def _wait(self):", body)}
 
@@ -81,7 +81,7 @@ LATE = bucket_complete(name="reduce") | {
             self._wait()
         """,
 }
-WHOLE_STATE = bucket_complete(part="torch.empty_like(bucket.shard(whole, self.rank))") | {
+WHOLE_STATE = bucket_complete(shard="torch.empty_like(bucket.shard(whole, self.rank))") | {
     "Stage2.own": """
         def own(self, bucket):
             bucket.parameter_shard = bucket.parameters
@@ -104,7 +104,7 @@ LATER = LATE | bucket_complete(begin="self._wait()\nself.begun = True", name="re
                 self.reduce(bucket, done)
         """,
 }
-MORE = "self.under_way = (*self.under_way, Reduction(bucket, whole, part, pending))"
+MORE = "self.under_way = (*self.under_way, Reduction(bucket, whole, shard, pending))"
 ALL_AT_ONCE = bucket_complete(begin="", end=MORE) | {
     "Stage2.under_way": "under_way = ()",
     "Stage2.backward_ends": """
@@ -190,13 +190,13 @@ WRONG = {
         bucket_complete(op="sum"), 3),
     "divided twice": Wrong(
         1, "test_shards_hold_the_mean_gradient", r"averaged twice: they are 3 times too small",
-        wait(keep="part /= self.world_size" + KEEP), 3),
+        wait(keep="shard /= self.world_size" + KEEP), 3),
     "an all-reduce, and a slice of it": Wrong(
         1, "test_backward_sends_a_reduce_scatter",
         r"It called all_reduce \d+ times.* An all-reduce sends twice what a reduce-scatter does",
         bucket_complete(reduce=f"""
             torch.distributed.all_reduce(whole, group=self.group)
-            part = bucket.shard(whole, self.rank).clone() / self.world_size
+            shard = bucket.shard(whole, self.rank).clone() / self.world_size
             {AT_ONCE}
             """)),
     "the house's all-reduce, and a slice of it": Wrong(
@@ -204,7 +204,7 @@ WRONG = {
         r"sent 29\d.\d kB in backward, .* sends 146.\d kB.* An all-reduce sends twice",
         bucket_complete(reduce=f"""
             collectives.all_reduce(whole, group=self.group)
-            part = bucket.shard(whole, self.rank).clone()
+            shard = bucket.shard(whole, self.rank).clone()
             {AT_ONCE}
             """)),
     "does not wait for the reduction": Wrong(
@@ -220,15 +220,15 @@ WRONG = {
     "nothing is reduced": Wrong(
         1, "test_shards_hold_the_mean_gradient",
         r"rank 0's shard holds its own gradient: the other ranks' parts were never",
-        bucket_complete(reduce=f"part.copy_(bucket.shard(whole, self.rank))\n{AT_ONCE}"), 2),
+        bucket_complete(reduce=f"shard.copy_(bucket.shard(whole, self.rank))\n{AT_ONCE}"), 2),
     "divided, and not reduced": Wrong(
         1, "test_shards_hold_the_mean_gradient", r"rank 0's shard holds its own gradient / N",
-        bucket_complete(reduce=f"part.copy_(bucket.shard(whole, self.rank) / self.world_size)\n{AT_ONCE}"), 2),
+        bucket_complete(reduce=f"shard.copy_(bucket.shard(whole, self.rank) / self.world_size)\n{AT_ONCE}"), 2),
     "every rank keeps the first shard": Wrong(
         1, "test_shards_hold_the_mean_gradient", r"rank 0 and rank 1 hold the same gradient shard",
         bucket_complete(reduce=f"""
             collectives.all_reduce(whole, group=self.group)
-            part.copy_(bucket.shard(whole, 0))
+            shard.copy_(bucket.shard(whole, 0))
             {AT_ONCE}
             """), 2),
     "every rank keeps the whole mean": Wrong(
@@ -236,7 +236,7 @@ WRONG = {
         r"hold \d+ elements, and the whole gradient has \d+: 1/2 of it is a rank\'s",
         bucket_complete(reduce=f"""
             collectives.all_reduce(whole, group=self.group)
-            part = whole.clone()
+            shard = whole.clone()
             {AT_ONCE}
             """), 2),
     "the last reduction is never waited for": Wrong(
@@ -285,26 +285,26 @@ WRONG = {
         r"elements are on no rank, in .* must be .* belongs to no element is .* on rank|gradients are lost", SHARED, 3),
     "takes it that something is under way": Wrong(
         1, "test_shards_hold_the_mean_gradient", r"it raised AttributeError: 'NoneType' object has no attribute",
-        {"Stage2._wait": function("def _wait(self):", "bucket, part = self.reducing.bucket, self.reducing.part",
+        {"Stage2._wait": function("def _wait(self):", "bucket, shard = self.reducing.bucket, self.reducing.shard",
                                   "self.reducing.pending.wait()", FREED, KEEP, "self.reducing = None")}, 2),
     "micro-batches of 16 bits are added in fp32": Wrong(
         3, "test_micro_batches_wait_in_shards", r"after two micro-batches rank 0's shards of gradients have 4 bytes an",
         edited("03_gradients", "Stage2._wait", (
-            "bucket.gradient_shard += part", "bucket.gradient_shard = bucket.gradient_shard.float() + part"))),
+            "bucket.gradient_shard += shard", "bucket.gradient_shard = bucket.gradient_shard.float() + shard"))),
     "gradients are sent in fp16": Wrong(
         1, "test_shards_hold_the_mean_gradient", r"the shards hold numbers of 16 bits \(float16\), .* have 32",
         bucket_complete(reduce=f"""
             narrow = self.memory.shard(bucket).half()
             collectives.reduce_scatter(narrow, whole.half(), group=self.group)
-            part.copy_(narrow)
+            shard.copy_(narrow)
             {AT_ONCE}
             """), 2),
     "gradients of 16 bits are added in 16 bits": Wrong(
         1, "test_gradients_of_16_bits_are_added_in_32",
         r"gradients of float16: some are 60000 .* hold inf in place of the mean: their sum is too large",
         bucket_complete(reduce=f"""
-            torch.distributed.reduce_scatter_tensor(part, whole, group=self.group)
-            part /= self.world_size
+            torch.distributed.reduce_scatter_tensor(shard, whole, group=self.group)
+            shard /= self.world_size
             {AT_ONCE}
             """)),
     "gradients of 16 bits are divided first": Wrong(
@@ -314,12 +314,12 @@ WRONG = {
         1, "test_gradients_of_16_bits_are_added_in_32", r"small numbers vanish beside large ones",
         bucket_complete(reduce=f"""
             torch.distributed.all_reduce(wide := whole.bfloat16(), group=self.group)
-            part.copy_(bucket.shard(wide, self.rank).float() / self.world_size)
+            shard.copy_(bucket.shard(wide, self.rank).float() / self.world_size)
             {AT_ONCE}
             """)),
     "reduces over all ranks there are": Wrong(
         1, "test_backward_in_a_group", r"(?s).*here group= is a group of ranks 0 and 2 of three", bucket_complete(
-            reduce="pending = collectives.reduce_scatter(part, whole, op=op, async_op=True)"), hangs=True),
+            reduce="pending = collectives.reduce_scatter(shard, whole, op=op, async_op=True)"), hangs=True),
     "nobody collects the updated shards": Wrong(
         2, "test_every_rank_has_all_updated_parameters",
         r"rank 1's parameters differ from rank 0's in \d+ of 54876 elements .*must get the others'",
@@ -443,13 +443,13 @@ WRONG = {
         zero_grad(forget="")),
     "the shard is overwritten": Wrong(
         3, "test_micro_batches_add_up", r"the last micro-batch's gradient alone: each one overwrote the shard",
-        wait(keep="bucket.gradient_shard = part")),
+        wait(keep="bucket.gradient_shard = shard")),
     "only the first micro-batch counts": Wrong(
         3, "test_micro_batches_add_up", r"the first micro-batch's gradient alone",
-        wait(keep="if bucket.gradient_shard is None:\n    bucket.gradient_shard = part")),
+        wait(keep="if bucket.gradient_shard is None:\n    bucket.gradient_shard = shard")),
     "micro-batches are averaged": Wrong(
         3, "test_micro_batches_add_up", r"not the mean gradient, summed over three micro-batches",
-        wait(keep=KEEP.replace("+= part", "= (bucket.gradient_shard + part) / 2"))),
+        wait(keep=KEEP.replace("+= shard", "= (bucket.gradient_shard + shard) / 2"))),
     "whole gradients wait for the last micro-batch": Wrong(
         3, "test_micro_batches_wait_in_shards",
         r"between two micro-batches rank 0 holds 1\d\d.\d kB of gradients, and its shard is 78.7 kB",
@@ -529,7 +529,7 @@ WRONG = {
             """}),
     "an overflow is hidden": Wrong(
         4, "test_overflow_on_one_rank_is_everybodys", r"all ranks' reduced_gradients\(\) are finite: it is hid",
-        wait(keep="part.nan_to_num_()" + KEEP)),
+        wait(keep="shard.nan_to_num_()" + KEEP)),
     "a branch is not finished": Wrong(
         4, "test_clips_by_the_global_norm",
         r"^rank \d: a branch is not finished: line \d+ in step raises NotImplementedError",
@@ -626,9 +626,9 @@ WRONG |= {  # what strangers handed in, and had full marks
     "gradients of fp64 are reduced in fp32": Wrong(
         1, "test_gradients_of_16_bits_are_added_in_32", r"gradients of float64: .* rounded to fp32 on the way",
         bucket_complete(reduce=f"""
-            narrow = part.float()
+            narrow = shard.float()
             collectives.reduce_scatter(narrow, whole.float(), op=op, group=self.group)
-            part.copy_(narrow)
+            shard.copy_(narrow)
             {AT_ONCE}
             """)),
     "clips once a step": Wrong(
@@ -651,7 +651,7 @@ WRONG |= {  # what strangers handed in, and had full marks
 RIGHT = {
     "the parts of these mistakes": bucket_complete() | wait() | step() | zero_grad() | clip_grad_norm_(),
     "smaller buckets, blocking": bucket_complete(
-        reduce=f"collectives.reduce_scatter(part, whole, op=op, group=self.group)\n{AT_ONCE}"
+        reduce=f"collectives.reduce_scatter(shard, whole, op=op, group=self.group)\n{AT_ONCE}"
     ) | step(gather="collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group)") | {
         "Stage2.__init__": """
             def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=0, param_groups=None, **options):
@@ -664,7 +664,7 @@ RIGHT = {
             """},
 }
 
-AT_WHICH = "collectives.reduce_scatter(part, whole, op='avg', group=self.group, of=bucket, async_op=True)"
+AT_WHICH = "collectives.reduce_scatter(shard, whole, op='avg', group=self.group, of=bucket, async_op=True)"
 UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody could tell them from the reference
     "Stage2.bucket_complete: `for param in done:` a statement later":
         "what is there for longer meanwhile is the bucket's own shard, and nothing is sent or computed",
@@ -672,7 +672,7 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
         "reduce_scatter averages if nothing else is said",
     f"Stage2.bucket_complete: `{AT_WHICH}` without of=bucket":
         "a name for messages",
-    "Stage2._wait: `bucket, part = (self.reducing.bucket, self.reducing.part)` a statement later":
+    "Stage2._wait: `bucket, shard = (self.reducing.bucket, self.reducing.shard)` a statement later":
         "self.reducing is the same before and after the wait",
     "Stage2._wait: without `self.memory.give_back(self.reducing.whole)`":
         "nothing else refers to it: it goes with self.reducing = None. Constant buffers need to be told, and no check "
@@ -680,7 +680,7 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
     "Stage2._wait: `self.memory.give_back(self.reducing.whole)` a statement later":
         "what comes before it then needs no memory",
     "Stage2._wait: `if bucket.gradient_shard is None:` a statement later":
-        "bucket and part are names of what was in self.reducing",
+        "bucket and shard are names of what was in self.reducing",
     "Stage2.step: `collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, "
     "of=bucket, async` without of=bucket":
         "a name for messages",

@@ -67,7 +67,7 @@ def unit_turn(begin="", needed="[unit, *unit.parents]", free=FREE_OTHERS, gather
         "def unit_turn(self, unit, following):", begin, f"needed = {needed}", free, gather, prefetch)}
 
 
-REDUCING = "self.reducing = Reduction(bucket, whole, part, pending)"
+REDUCING = "self.reducing = Reduction(bucket, whole, shard, pending)"
 REDUCED = "pending = collectives.Work([])"
 
 
@@ -77,25 +77,25 @@ def freed_last():
 
 
 def bucket_complete(begin="self._wait()", whole="self.memory.whole(bucket)", fuse="bucket.fuse_gradients(whole)",
-                    drop="for param in done:\n    param.grad = None", part="self.memory.shard(bucket)", op="avg",
-                    reduce="pending = collectives.reduce_scatter(part, whole, op=op, group=self.group, async_op=True)",
+                    drop="for param in done:\n    param.grad = None", shard="self.memory.shard(bucket)", op="avg",
+                    reduce="pending = collectives.reduce_scatter(shard, whole, op=op, group=self.group, async_op=True)",
                     end=REDUCING, name="bucket_complete"):
     return {f"Stage3.{name}": function(
-        f"def {name}(self, bucket, done):", begin, f"whole = {whole}", fuse, drop, f"part, op = {part}, '{op}'",
+        f"def {name}(self, bucket, done):", begin, f"whole = {whole}", fuse, drop, f"shard, op = {shard}, '{op}'",
         reduce, end)}
 
 
 GIVEN_BACK = "self.memory.give_back(self.reducing.whole)"
 KEEP = """
 if bucket.gradient_shard is None:
-    bucket.gradient_shard = part
+    bucket.gradient_shard = shard
 else:
-    bucket.gradient_shard += part
+    bucket.gradient_shard += shard
 """
 
 
 def wait(wait="self.reducing.pending.wait()", free=GIVEN_BACK, keep=KEEP):
-    body = function("if self.reducing:", "bucket, part = self.reducing.bucket, self.reducing.part", wait, free, keep,
+    body = function("if self.reducing:", "bucket, shard = self.reducing.bucket, self.reducing.shard", wait, free, keep,
                     "self.reducing = None")
     return {"Stage3._wait": function("def _wait(self):", body)}
 
@@ -381,7 +381,7 @@ WRONG = {
     "nothing is reduced": Wrong(
         4, "test_shards_hold_the_mean_gradient",
         r"rank 0's shard holds its own gradient: the other ranks' parts were never",
-        bucket_complete(reduce=f"part.copy_(bucket.shard(whole, self.rank))\n{REDUCED}"), 2),
+        bucket_complete(reduce=f"shard.copy_(bucket.shard(whole, self.rank))\n{REDUCED}"), 2),
     "a unit without gradient is skipped": Wrong(
         4, "test_a_missing_gradient_is_zero", r"(?s)one parameter got a gradient on rank 0 alone|has no gradient for",
         bucket_complete(begin="self._wait()\nif all(param.grad is None for param in bucket.params):\n    return")),
@@ -423,7 +423,7 @@ WRONG = {
         r"rank 0 of 3 sent \d+.\d kB in forward and backward, and 3Ψ\(N−1\)/N are \d+.\d kB: two all-gathers",
         bucket_complete(reduce=f"""
             torch.distributed.all_reduce(whole, group=self.group)
-            part = bucket.shard(whole, self.rank).clone() / self.world_size
+            shard = bucket.shard(whole, self.rank).clone() / self.world_size
             {REDUCED}
             """)),
     "a barrier before each reduction": Wrong(
@@ -440,13 +440,13 @@ WRONG = {
         4, "test_gradients_of_16_bits_are_added_in_32",
         r"gradients of float16: some are 60000 .* hold inf in place of the mean: their sum is too large",
         bucket_complete(reduce=f"""
-            torch.distributed.reduce_scatter_tensor(part, whole, group=self.group)
-            part /= self.world_size
+            torch.distributed.reduce_scatter_tensor(shard, whole, group=self.group)
+            shard /= self.world_size
             {REDUCED}
             """)),
     "reduces over all ranks there are": Wrong(
         4, "test_backward_in_a_group", r"(?s).*here group= is a group of ranks 0 and 2 of three", bucket_complete(
-            reduce="pending = collectives.reduce_scatter(part, whole, op=op, async_op=True)"), hangs=True),
+            reduce="pending = collectives.reduce_scatter(shard, whole, op=op, async_op=True)"), hangs=True),
     "a unit is freed after each forward, also after that of its recomputation": Wrong(
         4, "test_recomputation_and_dropout",
         r"with recomputation .* rank 0 of 2 sent 160.\d kB, .* gathered once more for its",
@@ -456,7 +456,7 @@ WRONG = {
             """)),
     "the shard is overwritten": Wrong(
         4, "test_micro_batches_add_up", r"the last one's gradient alone: it overwrote the first one's",
-        wait(keep="bucket.gradient_shard = part")),
+        wait(keep="bucket.gradient_shard = shard")),
 
     "the first unit is forgotten": Wrong(
         5, "test_every_shard_is_updated", r"\d+ of 54876 parameters did not move", step(buckets="self.buckets[1:]"), 2),
@@ -691,7 +691,7 @@ WRONG |= {  # what strangers handed in, and had full marks
         _gather(room=f"for pending in unit.gathering:\n    pending.wait()\n{ROOM}")),
     "micro-batches of 16 bits are added in fp32": Wrong(
         4, "test_micro_batches_add_up", r"after two micro-batches rank 0's shards of gradients have 4 bytes an",
-        wait(keep=KEEP.replace("+= part", "= bucket.gradient_shard.float() + part"))),
+        wait(keep=KEEP.replace("+= shard", "= bucket.gradient_shard.float() + shard"))),
     "each fourth step ends with a barrier": Wrong(
         5, "test_statistics_and_a_backward_too_many", r"rank 0 called barrier \d times in 18 steps",
         step(spent=f"if self.reducer.steps % 4 == 3:\n    {BARRIER}\nself.reducer.needs_zero_grad = True")),
@@ -701,9 +701,9 @@ WRONG |= {  # what strangers handed in, and had full marks
     "gradients of fp64 are reduced in fp32": Wrong(
         4, "test_gradients_of_16_bits_are_added_in_32", r"gradients of float64: .* rounded to fp32 on the way",
         bucket_complete(reduce="""
-            narrow = part.float()
+            narrow = shard.float()
             collectives.reduce_scatter(narrow, whole.float(), op=op, group=self.group)
-            part.copy_(narrow)
+            shard.copy_(narrow)
             pending = collectives.Work([])
             """)),
     "step() goes on inside gather_parameters()": Wrong(
@@ -732,13 +732,13 @@ RIGHT = {
                                    | bucket_complete() | step() | evaluation_done() | gather_parameters(),
     "each rank broadcasts its shard, and gradients are reduced at once": _gather(gather=BROADCASTS) | _arrive(
         restore=SLICES
-    ) | bucket_complete(reduce="collectives.reduce_scatter(part, whole, op=op, group=self.group)", end="""
+    ) | bucket_complete(reduce="collectives.reduce_scatter(shard, whole, op=op, group=self.group)", end="""
         self.memory.give_back(whole)
-        bucket.gradient_shard = part if bucket.gradient_shard is None else bucket.gradient_shard + part
+        bucket.gradient_shard = shard if bucket.gradient_shard is None else bucket.gradient_shard + shard
         """, begin="") | {"Stage3._wait": "def _wait(self):\n    pass"},
 }
 
-AT_WHICH = "collectives.reduce_scatter(part, whole, op='avg', group=self.group, of=bucket, async_op=True)"
+AT_WHICH = "collectives.reduce_scatter(shard, whole, op='avg', group=self.group, of=bucket, async_op=True)"
 NOTHING = "the two statements need nothing of each other"
 UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody could tell them from the reference
     "Stage3._free: `for param in bucket.params:` a statement later": "nobody reads a parameter in between",
@@ -749,7 +749,7 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
     "Stage3._arrive: `for bucket in unit.buckets:` a statement later": NOTHING,
     f"Stage3.bucket_complete: `{AT_WHICH}` without op='avg'": "reduce_scatter averages if nothing else is said",
     f"Stage3.bucket_complete: `{AT_WHICH}` without of=bucket": "a name for messages",
-    "Stage3._wait: `bucket, part = (self.reducing.bucket, self.reducing.part)` a statement later":
+    "Stage3._wait: `bucket, shard = (self.reducing.bucket, self.reducing.shard)` a statement later":
         "self.reducing is the same before and after the wait",
     "Stage3._wait: without `self.memory.give_back(self.reducing.whole)`":
         "nothing else refers to it: it goes with self.reducing = None. Constant buffers need to be told, and no check "
@@ -757,7 +757,7 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
     "Stage3._wait: `self.memory.give_back(self.reducing.whole)` a statement later":
         "what comes before it then needs no memory",
     "Stage3._wait: `if bucket.gradient_shard is None:` a statement later":
-        "bucket and part are names of what was in self.reducing",
+        "bucket and shard are names of what was in self.reducing",
     "Stage3.step: `for bucket in self.buckets:` a statement later": NOTHING,
     "Stage3.step: `replicas.broadcast_statistics(self.model, self.group)` a statement later": NOTHING,
     "Stage3.step: `self._release_all()` a statement later": "reduced_gradients() reads no parameter",

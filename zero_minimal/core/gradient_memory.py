@@ -14,7 +14,7 @@ class Reduction:
 
     bucket: Bucket
     whole: torch.Tensor  # [padded] this rank's gradients; they are being sent from here
-    part: torch.Tensor  # [padded / N] where this rank's shard of the average arrives
+    shard: torch.Tensor  # [padded / N] where this rank's shard of the average arrives
     pending: collectives.Work
 
 

@@ -76,7 +76,7 @@ class Lanes(Events):
         under_way = self.zero.reducing
         if not isinstance(under_way, Reduction) or under_way.bucket is not bucket:
             return own, 0, 0 if bucket.gradient_shard is None else bucket.gradient_shard.nbytes, 0
-        return own, under_way.whole.nbytes, under_way.part.nbytes, 0
+        return own, under_way.whole.nbytes, under_way.shard.nbytes, 0
 
 
 def place(bucket, param) -> tuple[int, int]:

@@ -159,7 +159,7 @@ class Mixin:
         if self.crosses_whole:
             bucket, shard = self.left, self.left.gradient_shard
         else:
-            bucket, shard = reducing.bucket, reducing.part
+            bucket, shard = reducing.bucket, reducing.shard
             self.memory.give_back(reducing.whole)
         self.host.send(("gradient", bucket.away.number, not self.crosses_whole), shard)
 

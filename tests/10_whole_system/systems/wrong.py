@@ -97,8 +97,8 @@ def _gather(self, unit):
         "def _release(self, unit):\n    self._arrive(unit)")),
 
     "gradients summed": Wrong("real", "the loss of step 2 on rank 0 is .* at stage 0: they must agree bit", system(
-        "def _wait(self):\n    if self.reducing:\n        part = self.reducing.part\n"
-        "        self.reducing.pending.wait()\n        part *= self.world_size\n    super()._wait()")),
+        "def _wait(self):\n    if self.reducing:\n        shard = self.reducing.shard\n"
+        "        self.reducing.pending.wait()\n        shard *= self.world_size\n    super()._wait()")),
     "masters in 16 bit": Wrong("real", "the loss of step [23] on rank 0", system(
         "def own(self, bucket):\n    super().own(bucket)\n"
         "    bucket.master = nn.Parameter(bucket.parameter_shard.clone())")),
