@@ -706,6 +706,11 @@ WRONG |= {  # what strangers handed in, and had full marks
             shard.copy_(narrow)
             pending = collectives.Work([])
             """)),
+    "step() inside gather_parameters() sends before it refuses": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters", r"was refused on rank 0 after \d+.\d kB had been sent",
+        {"Stage3.step": "@torch.no_grad()\n" + function(
+            "def step(self):", "self.reduced_gradients()", "self._release_all()",
+            function("for bucket in self.buckets:", UPDATE), STATISTICS, "self.reducer.needs_zero_grad = True")}),
     "step() goes on inside gather_parameters()": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"step\(\) inside gather_parameters\(\) raised nothing",
         {"Stage3._release_all": function("def _release_all(self):", "if self.inside_gather_parameters:\n    return",

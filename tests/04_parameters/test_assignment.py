@@ -1146,7 +1146,8 @@ FROZEN = [f"blocks.{place}.down.bias" for place in range(BLOCKS)]
 
 def shown(stage_class):
     """What gather_parameters() shows, and what becomes of edits and of frozen parameters: see the check. When it begins
-    the last block is on its way, in vain. Bytes of what is kept of it afterwards; whether step() is refused inside."""
+    the last block is on its way, in vain. Bytes of what is kept of it afterwards; whether step() is refused inside, and
+    what it sends there."""
     zero, rank = build(stage_class, partly_frozen), dist.get_rank()
     found = {"outside": []}
 
@@ -1185,10 +1186,12 @@ def shown(stage_class):
     found["afterwards"] = loss()
     found["step inside"] = "accepted"
     with contextlib.suppress(Exception), zero.gather_parameters():
-        try:
-            zero.step()
-        except Exception:
-            found["step inside"] = "refused"
+        with checks.Calls() as calls:
+            try:
+                zero.step()
+            except Exception:
+                found["step inside"] = "refused"
+        found["sent inside"] = calls.sent()
     zero.zero_grad()
     if not found["whole"]:
         zero.model(*numbers(rank, 0)).backward()
@@ -1247,6 +1250,10 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
         assert found["step inside"] == "refused", (
             f"step() inside gather_parameters() raised nothing on rank {rank}, and its update is lost when the context "
             "carries what it shows over to the shards: it must be an error"
+        )
+        assert not found["sent inside"], (
+            f"step() inside gather_parameters() was refused on rank {rank} after {in_words(found['sent inside'])} had "
+            "been sent: a rank that comes there alone would wait for the others. Refuse before you send"
         )
     assert_edited([found["edited"] for found in ranks], BLOCKS - 1, 0, "the forward after an edit inside "
                   "gather_parameters(), made alike on all ranks,", "edits are kept: the shards take them over. A unit "
