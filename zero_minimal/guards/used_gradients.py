@@ -84,6 +84,12 @@ def refuse_late(reducer, param: nn.Parameter, buckets: list) -> None:
     waits_for = getattr(reducer, "waits_for", None)  # an assignment may count differently
     counts = waits_for is None or all(param in waits_for.get(bucket, ()) for bucket in buckets)
     if not reducer.accumulating and not counts:
+        hooks = [hook for hook in (param._post_accumulate_grad_hooks or {}).values()
+                 if isinstance(hook, WeakHook) and reducer in [owner() for owner in hook.owners]]
+        if len(hooks) > 1:  # an assignment's mistake
+            raise RuntimeError(f"a parameter has {len(hooks)} hooks of the reducer, which counts "
+                               "each gradient as often: let it have one, in however many buckets "
+                               "it lies")
         raise RuntimeError(
             f"a gradient of shape {tuple(param.shape)} came after its bucket was handed over, of "
             f"parameter {getattr(param, '_zero_name', '')!r}. If it was its second one in this "
