@@ -31,7 +31,7 @@ def all_reduces(how, message):
     """An all-reduce that the meter shall not see, and a slice of it."""
     return Wrong(1, TRAFFIC, message, GRADIENTS.bucket_complete(reduce=f"""
         {how}
-        part.copy_(bucket.shard(whole, self.rank) / self.world_size)
+        shard.copy_(bucket.shard(whole, self.rank) / self.world_size)
         {GRADIENTS.AT_ONCE}
         """.replace("\n        ", "\n")))
 
@@ -111,7 +111,7 @@ IN_LESSON_3 = {
         r"cannot do with less than 14\d.\d kB"),
     "no traffic, and a full list": Wrong(
         1, KERNEL, r"add up to|as the kernel counts", GRADIENTS.bucket_complete(
-            reduce=f"part.copy_(bucket.shard(whole, self.rank))\n{GRADIENTS.AT_ONCE}")),
+            reduce=f"shard.copy_(bucket.shard(whole, self.rank))\n{GRADIENTS.AT_ONCE}")),
     "answers on the fork server's line": looks(  # a rank has one line to the judge: its own
         r"it raised LookupError: no other line", "import os, socket", "def is_line(number):",
         "    try: return socket.socket(fileno=os.dup(number)).family == socket.AF_UNIX",
