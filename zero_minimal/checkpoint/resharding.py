@@ -119,11 +119,12 @@ class Writer(EmptySteps, storage.StorageWriter, AsyncStager):
     def __init__(self, folder: Path, facts: dict, keep: int):
         self.folder, self.facts, self.keep = folder, facts, keep
         self.own: Path | None = None  # on rank 0: where it is written
+        self.warning = ""  # for the thread that waits
 
     def prepare_global_plan(self, plans):  # on rank 0, which says where to write
         if self.facts["step"] is None:
             self.facts["step"] = state_folder.next_step(self.folder)
-        self.own = state_folder.begin(self.folder, self.facts["step"])
+        self.own, self.warning = state_folder.begin(self.folder, self.facts["step"])
         return [planner.SavePlan([], self.own / f"rank-{rank}.bin") for rank in range(len(plans))]
 
     def write_data(self, plan, planner) -> Future:

@@ -56,12 +56,15 @@ class Saving:
             return self.future.result().planner_data
         except CheckpointException as error:  # no Exception: `except Exception` would miss it
             rank, reason = first_of(error)
+        finally:
+            if self.writer.warning:
+                warnings.warn(self.writer.warning, stacklevel=3)
         if self.writer.own is not None:
             state_folder.give_up(self.writer.own)
         step = self.writer.facts["step"]
         which = "the checkpoint" if step is None else f"the checkpoint of step {step}"
         raise NotSaved(f"{which} was not written to {self.writer.folder}: rank {rank}: {reason}; "
-                       "those before it are still there")
+                       "what was there before still is")
 
 
 def first_of(error: BaseException) -> tuple[int, BaseException]:

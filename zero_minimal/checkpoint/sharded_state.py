@@ -72,14 +72,16 @@ def load_shards(stage, shards: list[torch.Tensor], optimizer_state: dict | None 
         stage.evaluation_done()  # then stage 3 holds nothing whole
     for bucket in stage.buckets:
         wait_until_left(bucket)
-    if optimizer_state is not None:
-        stage.optimizer.load_state_dict(optimizer_state)
+    # counted, so that ranks which have not loaded get an error
+    if optimizer_state is None:
+        stage.reducer.loads += 1
+    else:
+        stage.optimizer.load_state_dict(optimizer_state)  # guards/training_moment.py counts it
     for bucket, shard in zip(stage.all_buckets, shards, strict=True):
         if bucket.trained:
             bucket.master.copy_(shard)
         bucket.parameter_shard.copy_(shard)
         seams.tell("update_ends", bucket)
-    stage.reducer.loads += 1  # so that ranks which have not loaded get an error
     for bucket in stage.buckets:
         held = bucket.parameters.untyped_storage().nbytes() and bucket.parameters.numel()
         if held > bucket.parameter_shard.numel():
@@ -142,8 +144,8 @@ def check_moment(stage) -> None:
                            "it comes to the shards at its end")
     if accumulated(stage.reducer) and not stage.reducer.skipped:
         raise RuntimeError("a checkpoint has no gradients, and those of the backward passes since "
-                           "the last zero.step() would be lost: save after zero.step(); or call "
-                           "zero.zero_grad() first, if they are not needed")
+                           "the last zero.step() would be lost: save and load after zero.step(); "
+                           "or call zero.zero_grad() first, if they are not needed")
 
 
 @seams.at("wrapped")

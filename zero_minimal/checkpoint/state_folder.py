@@ -24,7 +24,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,26 +151,27 @@ def _checksum(stream, left: int) -> int:
 # ------------------------------------------------------------------------------------------ writing
 
 
-def begin(folder: Path, step: int) -> Path:
-    """A new folder inside `folder` to write to, until publish() or give_up(). This deletes what
-    ended processes left unfinished; what another process writes stays. Raises: ValueError if
-    `folder` is itself a checkpoint."""
+def begin(folder: Path, step: int) -> tuple[Path, str]:
+    """A new folder inside `folder` to write to, until publish() or give_up(), and a warning or "".
+    This deletes what ended processes left unfinished; what another process writes stays. Raises:
+    ValueError if `folder` is itself a checkpoint."""
     if (folder / CONTENTS).is_file():
         raise ValueError(f"{folder} is itself a checkpoint: save to the folder that it is in")
     folder.mkdir(parents=True, exist_ok=True)
+    warning = ""
     for path in folder.iterdir():
         if path.name.startswith((WRITING, LEAVING)):
             if (lock := _locked(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
             elif path.exists():
-                warnings.warn(f"another run saves to {folder}, too, and only the newest are kept, "
-                              "whosever they are: give each run a folder of its own", stacklevel=2)
+                warning = (f"another run saves to {folder}, too, and only the newest are kept, "
+                           "whosever they are: give each run a folder of its own")
     own = folder / f"{WRITING}{step:08}-{os.getpid()}"
     own.mkdir()
     if (lock := _locked(own)) is not None:
         _writing[own] = lock
-    return own
+    return own, warning
 
 
 def give_up(written: Path) -> None:

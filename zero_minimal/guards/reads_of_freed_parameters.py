@@ -84,7 +84,8 @@ class FreedParameter(Absent):
             "device before wrapping). For a gradient, use it in the forward of the module that "
             "holds it. If a module uses a parameter of another one, name a module around both in "
             "units=. What differentiates by parameters itself (torch.func, torch.autograd.grad) "
-            "trains at stages 0 to 2"
+            "trains at stages 0 to 2. Leave DistributedDataParallel and fully_shard() out: a stage "
+            "sends gradients, and cuts parameters, by itself"
         )
 
     @property

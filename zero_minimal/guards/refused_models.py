@@ -169,7 +169,8 @@ def refuse_script(model: nn.Module) -> None:
     """At stage 3. Raises: ValueError, with what to write instead."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-            raise ValueError(f"module {name!r} is TorchScript, in which no hook can gather what "
+            what = f"module {name!r}" if name else "the model"
+            raise ValueError(f"{what} is TorchScript, in which no hook can gather what "
                              "stage 3 has freed: give the module that it was made of, and "
                              "torch.compile() that for speed; or train at stage 2")
 

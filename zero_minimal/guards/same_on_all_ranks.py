@@ -27,7 +27,7 @@ def compare_plans(stage, parts: list, optimizer_class: type, options: list[dict]
     facts += [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers()]
     facts += [(bucket.name, bucket.group_index, bucket.start, bucket.padded, bucket.numel)
               for bucket in stage.all_buckets]
-    chosen = [optimizer_class.__name__] + [
+    chosen = [optimizer_class.__module__ + optimizer_class.__qualname__] + [
         sorted((name, repr(in_numbers(value))) for name, value in each.items())
         for each in options]
     # not hash(), which differs from process to process

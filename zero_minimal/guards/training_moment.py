@@ -43,10 +43,16 @@ def note_rates(reducer) -> None:
 @seams.at("followed")
 def count(reducer) -> None:
     reducer.steps = reducer.passes = 0  # step() calls; passes that handed over since
-    reducer.loads = 0  # load_state_dict() calls
+    reducer.loads = 0  # load_state_dict() calls, of the stage or of its optimizer
     reducer.scaled = ""  # in words, how the last step() scaled gradients
     # by group, in words: the rate that the last backward told, and that of the update after it
     reducer.told, reducer.stepped = {}, {}
+    if hasattr(reducer.stage, "optimizer"):  # an assignment may make it later
+
+        def count_load(_):
+            reducer.loads += 1
+
+        reducer.stage.optimizer.register_load_state_dict_post_hook(count_load)
 
 
 @seams.at("gradients_reduced")

@@ -47,9 +47,11 @@ def watch(thread: int) -> None:
         awaited = weakref.ref(work)
         del work
         if looks == LOOKS and place:
-            print(f"rank {dist.get_rank()} has waited {PATIENCE} s for other ranks, in {place}. "
-                  "All ranks must make the same calls: another rank's line says where it waits",
-                  file=sys.stderr, flush=True)
+            # with its end in one write, or lines of two ranks would mix
+            sys.stderr.write(f"rank {dist.get_rank()} has waited {PATIENCE} s for other ranks, in "
+                             f"{place}. All ranks must make the same calls: another rank's line "
+                             "says where it waits\n")
+            sys.stderr.flush()
 
 
 def waits_for(thread: int) -> tuple[object, str]:
