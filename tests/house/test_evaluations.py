@@ -1,8 +1,7 @@
-"""Evaluations at stage 3 without no_grad: they leave nothing behind, neither time nor memory. And states that do not
+"""Evaluations at stage 3 without no_grad: they leave nothing behind. And states that do not
 fit change nothing."""
 
 import copy
-import time
 
 import pytest
 import torch
@@ -33,21 +32,18 @@ def tracked(zero):
 def evaluate_often(parts):
     model, zero = wrap(3)
     inputs, targets = toys.tokens(dist.get_rank(), 0)
-    seconds, lengths = [], []
+    lengths = []
     for _ in range(300):
-        start = time.perf_counter()
         result = model.head(model.blocks[0](model.embedding(inputs))) if parts else model(inputs, targets)
-        seconds.append(time.perf_counter() - start)
         lengths.append(tracked(zero))
     assert result.requires_grad
-    return sorted(seconds[10:60])[25], sorted(seconds[-50:])[25], lengths[10], lengths[-1]
+    return lengths[10], lengths[-1]
 
 
 @pytest.mark.parametrize("parts", (False, True))
 def test_evaluations_do_not_grow(parts):
-    for early, late, length, last in toys.run(evaluate_often, 2, parts, timeout=120):
+    for length, last in toys.run(evaluate_often, 2, parts, timeout=120):
         assert last <= length
-        assert late < 3 * early, "an evaluation takes longer and longer"  # medians; the machine may be busy
 
 
 def most_gradients(evaluations):
