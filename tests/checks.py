@@ -461,6 +461,35 @@ def assert_trains_as_one_process(stage_class, world_size):
             assert toys.identical(run.parameters, ranks[0][name][0].parameters), f"{where} has drifted from rank 0"
 
 
+def one_sgd_step(stage_class):
+    """The gradient that the update used, as a list of tensors: with SGD and lr 1 it is what parameters lose."""
+    rank = dist.get_rank()
+    zero = stage_class(toys.build(toys.Transformer, rank), optim.SGD, lr=1.0, bucket_bytes=4096)
+    before = toys.whole_parameters(zero)
+    zero.model(*toys.tokens(rank, 0)).backward()
+    zero.step()
+    return [old - new for old, new in zip(before, toys.whole_parameters(zero), strict=True)]
+
+
+def assert_gradient_is_the_mean(stage_class, world_size):
+    """The update uses the mean of the ranks' gradients. Adam would hardly notice one N times as large: hence SGD."""
+    gradients = []
+    for rank in range(world_size):
+        model = toys.build(toys.Transformer, 0, torch.float64)
+        model(*toys.tokens(rank, 0)).backward()
+        gradients.append(torch.cat([param.grad.flatten() for param in model.parameters()]))
+    mean = sum(gradients) / world_size
+    for rank, pieces in enumerate(toys.run(one_sgd_step, world_size, stage_class)):
+        used = torch.cat([piece.flatten() for piece in pieces]).double()
+        if torch.allclose(used, gradients[rank], atol=1e-5):
+            pytest.fail(f"rank {rank} used its own gradient alone: nothing was reduced")
+        ratio = (used @ mean / (mean @ mean)).item()
+        assert ratio != pytest.approx(world_size, rel=0.02), "gradients were summed, not averaged: N times too large"
+        assert ratio != pytest.approx(1 / world_size, rel=0.02), "gradients were averaged twice: N times too small"
+        # parameters of size 1 lose a gradient: each rounds to fp32, as do some hundred additions before
+        assert (used - mean).abs().max() < 100 * 2**-24 * (1 + mean.abs().max()), f"rank {rank} used another gradient"
+
+
 def overflow_on_one_rank(stage_class):
     """Steps taken (or not), scales and whether parameters moved, where one element of one rank's gradient overflows."""
     from zero_minimal.core.loss_scaler import LossScaler
