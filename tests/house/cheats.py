@@ -84,7 +84,7 @@ IN_LESSON_3 = {
     "values off the caller's frame": in_backward(
         r"rank [01] does not know the data of rank [01]", "import toys", "toys.tokens(1 - self.rank, 0)"),
     "a pickle for the grader": in_backward(
-        r"is gone|onnection|answered with what no rank sends", "import os, pickle, socket",
+        r"is gone|connection to another rank broke|answered with what no rank sends", "import os, pickle, socket",
         "class Run:", "    def __reduce__(self): return os.system, ('touch /tmp/unpickled',)",
         "message = pickle.dumps(Run())",
         "for line in range(3, 99):", "    try: socket.socket(fileno=os.dup(line)).getsockname()",

@@ -2,6 +2,7 @@
 fit change nothing."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -32,18 +33,23 @@ def tracked(zero):
 def evaluate_often(parts):
     model, zero = wrap(3)
     inputs, targets = toys.tokens(dist.get_rank(), 0)
-    lengths = []
+    lengths, work = [], []
     for _ in range(300):
+        calls = []
+        sys.setprofile(lambda frame, event, what, add=calls.append: add(event))
         result = model.head(model.blocks[0](model.embedding(inputs))) if parts else model(inputs, targets)
+        sys.setprofile(None)
         lengths.append(tracked(zero))
+        work.append(len(calls))
     assert result.requires_grad
-    return lengths[10], lengths[-1]
+    return lengths[10], lengths[-1], sorted(work[10:60])[25], sorted(work[-50:])[25]
 
 
 @pytest.mark.parametrize("parts", (False, True))
 def test_evaluations_do_not_grow(parts):
-    for length, last in toys.run(evaluate_often, 2, parts, timeout=120):
+    for length, last, early, late in toys.run(evaluate_often, 2, parts, timeout=120):
         assert last <= length
+        assert late <= early, "an evaluation calls more and more"  # counted: a clock would tell of other programs
 
 
 def most_gradients(evaluations):

@@ -26,7 +26,7 @@ AT = "stood"  # of a rank that computes
 BUS = "waited at the bus"
 WHY_AT_THE_BUS = {"send": "all its buffers are in use", "receive": "nothing has come"}
 DIED_AT = "\nit died here (innermost first):\n"  # between the cause of a rank's death and its stack
-LOST = ("gloo", "is not part of group", "onnection")  # signs that a rank failed because of another
+LOST = ("gloo", "is not part of group", "Connection")  # signs that a rank failed because of another
 # errors that need no hint: a wrong name, or wrong arguments of a call
 _PLAIN = re.compile(r"it raised (NameError|UnboundLocalError|ImportError|ModuleNotFoundError|"
                     r"AttributeError: (?!'NoneType')|TypeError: .*(argument|is not callable|is not subscriptable))")

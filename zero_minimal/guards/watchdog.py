@@ -47,11 +47,10 @@ def watch(thread: int) -> None:
         awaited = weakref.ref(work)
         del work
         if looks == LOOKS and place:
-            # with its end in one write, or lines of two ranks would mix
-            sys.stderr.write(f"rank {dist.get_rank()} has waited {PATIENCE} s for other ranks, in "
-                             f"{place}. All ranks must make the same calls: another rank's line "
-                             "says where it waits\n")
-            sys.stderr.flush()
+            # its end in the same write, or lines of two ranks would mix
+            print(f"rank {dist.get_rank()} has waited {PATIENCE} s for other ranks, in {place}. "
+                  "All ranks must make the same calls: another rank's line says where it waits\n",
+                  end="", file=sys.stderr, flush=True)
 
 
 def waits_for(thread: int) -> tuple[object, str]:
