@@ -857,12 +857,13 @@ def trained_large(stage_class, optimizer, micros, steps):
     """Of this rank's gradient shards, or, after steps, of all parameters: their sum, and the sum of their squares."""
     zero, rank = build(stage_class, large, optimizer, bucket_bytes=PSI // DEEP, lr=1e-3), dist.get_rank()
     for step in range(max(1, steps)):
+        if step:
+            zero.zero_grad()
         for micro in range(micros):
             with zero.no_sync() if micro + 1 < micros else contextlib.nullcontext():
                 zero.model(*large_numbers(rank, step * micros + micro)).backward()
         if steps:
             zero.step()
-            zero.zero_grad()
     values = zero.model.parameters() if steps else zero.reduced_gradients()
     values = [value.detach() for value in values if value is not None]
     return sum(value.double().sum().item() for value in values), sum(value.double().square().sum().item()

@@ -399,11 +399,12 @@ def test_each_shard_returns_in_its_dtype(assignment):
                     f"each on the bus, and {dtype.itemsize} are needed. Round on the host"
                 )
                 was = values(number, dtype) if before is None else before[number].to(dtype)
-                assert not alike(came, was), (
+                now = master.to(dtype)  # 16 bits may round it to what it was
+                assert alike(came, now) or not alike(came, was), (
                     f"parcel {number} of an update is what shard {number}'s master was before it: a step old. A shard "
                     "is sent when it has been updated"
                 )
-                assert alike(came, master.to(dtype)), (
+                assert alike(came, now), (
                     f"parcel {number} of an update is not what shard {number}'s master is after it, rounded to "
                     f"{name_of(dtype)}: the rank takes them in the order of self.shards, and updated"
                 )

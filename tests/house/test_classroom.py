@@ -3,6 +3,7 @@
 Of the wrong submissions one runs here; all of them with pytest --thorough.
 """
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -37,6 +38,8 @@ from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.classroom.messages import WHY_CUT
+from zero_minimal.classroom.references import reference
+from zero_minimal.classroom.starters import starter
 from zero_minimal.classroom.submission import Submission
 from zero_minimal.processes.ranks import RankError
 
@@ -134,11 +137,20 @@ def test_a_mistake_is_caught_and_named(messages, lesson, wrong):
     assert "Traceback" not in told[0]
 
 
+# whose solution in the reference is the last one, in which a later step has its part; a learner's first one has not
+AS_LATER = ("01_data_parallel", 2), ("01_data_parallel", 3), ("06_activation_partitioning", 2)
+EARLY = [pytest.param(lesson, step, id=f"{lesson.name}: {step.label}") for lesson in LESSONS.values() if not lesson.draw
+         for step in lesson.steps[:-1] if (lesson.name, step.number) not in AS_LATER]
+
+
 @pytest.mark.thorough
-def test_step_2_of_lesson_10_does_not_run_step_3(messages):
-    lesson = LESSONS["10_whole_system"]
-    fault = submissions.mistakes(lesson).WRONG["a parameter is looked for in a list"].code
-    assert messages(lesson, submissions.spliced(lesson, fault), "test_each_pass_uses_the_slab_anew") == []
+@pytest.mark.parametrize("lesson, step", EARLY)
+def test_a_step_has_its_points_before_the_next_is_written(lesson, step, tmp_path):
+    later = dataclasses.replace(lesson, steps=lesson.steps[step.number :])
+    file = tmp_path / "mine.py"
+    file.write_text(starter(later, reference(lesson)))
+    code, printed = submissions.grade(file, "--lesson", lesson.name, "--step", step.number)
+    assert code == 0, printed
 
 
 @pytest.mark.thorough
