@@ -18,8 +18,9 @@ import toys
 from checks import in_words, once
 from stock import Stock
 
-from zero_minimal.core import collectives, seams, work
+from zero_minimal.core import collectives, seams
 from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.traffic import in_collective
 
 worlds = pytest.mark.parametrize("world_size", (3, 2))
 
@@ -657,7 +658,7 @@ class Starts:
             """Torch's own collectives, where the learner calls them."""
 
             def hear(self, function, args):
-                if not work.at_work() and function.namespace == "c10d":
+                if not in_collective() and function.namespace == "c10d":
                     for tensor in tensors_in(args[:2]):
                         if tensor.numel():
                             starts.note(tensor, function.__name__.split(".")[0].strip("_"))

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from misuse import in_ranks
 from torch import nn
 
-from zero_minimal.core import collectives, ring, seams, work
+from zero_minimal.core import collectives, ring, seams
 from zero_minimal.meters import traffic
-from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
+from zero_minimal.meters.traffic import TrafficMeter, in_collective, wire_bytes
 from zero_minimal.processes import ranks
 
 S = 12  # elements of a part; 4 bytes each in fp32
@@ -191,7 +191,7 @@ def test_leaves_the_collectives_as_they_were():
     with pytest.raises(ZeroDivisionError), TrafficMeter(), hear:
         with pytest.raises(ValueError, match="36 elements are not"):
             collectives.reduce_scatter(torch.ones(5), torch.ones(36))
-        assert not work.at_work()
+        assert not in_collective()
         assert not heard, "a guard has refused it"
         raise ZeroDivisionError
     collectives.all_reduce(torch.ones(2))

@@ -21,10 +21,9 @@ copies the result once more. Ours are plain messages: each rank sends part r to 
 part to everyone, and every part lands where it belongs. A tensor on a GPU goes through host memory,
 since gloo runs on the CPU. On NCCL the native functions are called.
 
-The decorator `collective` adds two arguments to each function. With async_op=True it returns a
-`Work` (work.py) at once; else None, when the result is in place. `of=` names what is sent:
-an error shows it if ranks call different collectives. A `group` of None is all ranks; the
-functions below are given the process group itself.
+The decorator `collective` (work.py) gives each function three arguments in the place of `call`:
+group=, where None is all ranks; async_op=, with which it returns a `Work` at once, and else None,
+when the result is in place; of=, which names what is sent, for errors.
 """
 
 import time
@@ -34,7 +33,7 @@ import torch.distributed as dist
 
 from zero_minimal.core.seams import tell
 from zero_minimal.core.sums import sum_in_rank_order
-from zero_minimal.core.work import Work, at_work, collective, other_ranks, wait_for_half_done
+from zero_minimal.core.work import Call, Work, collective, other_ranks, wait_for_half_done
 
 # torch 2.13 renamed both
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,7 +45,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp
 
 @collective
 def reduce_scatter(
-    output: torch.Tensor, input: torch.Tensor, *, op: str = "avg", group=None
+    call: Call, output: torch.Tensor, input: torch.Tensor, *, op: str = "avg"
 ) -> Work:
     """Sum or average `input` over the ranks; this rank's part of the result goes to `output`.
 
@@ -55,7 +54,7 @@ def reduce_scatter(
         input: [N·s], part r meant for rank r.
         op: "avg" or "sum".
     """
-    world_size, rank = group.size(), group.rank()
+    group, world_size, rank = _place(call)
     if dist.get_backend(group) != "gloo":
         work = _native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True)
         return Work([work])
@@ -73,44 +72,44 @@ def reduce_scatter(
         if total is not output:
             output.copy_(total)
 
-    return Work(_exchange(leaving, arriving, group), finish)
+    return Work(_exchange(leaving, arriving, call), finish)
 
 
 @collective
-def all_gather(output: torch.Tensor, input: torch.Tensor, *, group=None) -> Work:
+def all_gather(call: Call, output: torch.Tensor, input: torch.Tensor) -> Work:
     """Collect every rank's `input` [s] into `output` [N·s], in rank order. `input` may be this
     rank's own part of `output`."""
+    group, world_size, rank = _place(call)
     if dist.get_backend(group) != "gloo":
         return Work([_native_all_gather(output, input, group=group, async_op=True)])
-    world_size, rank = group.size(), group.rank()
     host = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
     arriving = host.view(world_size, -1).unbind()  # arriving[r] comes from rank r
     if arriving[rank].data_ptr() != input.data_ptr():
         arriving[rank].copy_(input.view(-1))
-    works = _exchange([arriving[rank]] * world_size, arriving, group)
+    works = _exchange([arriving[rank]] * world_size, arriving, call)
     return Work(works, lambda: host is output or output.copy_(host))
 
 
 @collective
-def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Work:
+def all_reduce(call: Call, tensor: torch.Tensor, *, op: str = "avg") -> Work:
     """Sum ("sum"), average ("avg") or maximum ("max") of `tensor` over the ranks, in place. On
     gloo a reduce_scatter and an all_gather, except for "max", which gloo does itself."""
+    group, world_size, rank = _place(call)
     if dist.get_backend(group) != "gloo":
         return Work([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
     if op == "max":
-        _meet()
+        _meet(call)
         host = _on_host(tensor, group)
         work = dist.all_reduce(host, op=_OPS[op], group=group, async_op=True)
         return Work([work], lambda: tensor.copy_(host))
 
-    world_size, rank = group.size(), group.rank()
     flat = _padded(tensor, world_size)
     part = flat.view(world_size, -1)[rank]
-    scattered = reduce_scatter(part, flat, op=op, group=group, async_op=True)
+    scattered = reduce_scatter.part(call, part, flat, op=op)
 
     def gather():
         scattered.wait()
-        all_gather(flat, part, group=group)
+        all_gather.part(call, flat, part).wait()
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
 
@@ -118,13 +117,13 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Work:
 
 
 @collective
-def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Work:
+def broadcast(call: Call, tensor: torch.Tensor, root: int = 0) -> Work:
     """Copy the tensor of rank `root` of the group to all ranks, in place. Any dtype."""
-    host = _on_host(tensor, group).resolve_conj().contiguous()
+    host = _on_host(tensor, call.group).resolve_conj().contiguous()
     as_bytes = host.view(-1).view(torch.uint8)
-    source = dist.get_global_rank(group, root)
-    _meet()
-    work = dist.broadcast(as_bytes, source, group=group, async_op=True)
+    source = dist.get_global_rank(call.group, root)
+    _meet(call)
+    work = dist.broadcast(as_bytes, source, group=call.group, async_op=True)
 
     def finish():
         # only where it differs: an expanded tensor (a mask, say) cannot be written
@@ -142,14 +141,14 @@ def free(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
-def _exchange(leaving: list, arriving: list, group) -> list:
+def _exchange(leaving: list, arriving: list, call: Call) -> list:
     """Start to send leaving[r] to every other rank r, and to receive arriving[r] from it. Returns
     the works to wait for.
 
     Receives are posted before sends, so that a message is written to its place as it comes.
     """
     # the group's own methods: dist.isend and dist.irecv do checks that cost time
-    call, others = at_work(), other_ranks(group)
+    group, others = call.group, other_ranks(call.group)
     tell("messages", "open", call)
     works = [group.recv([arriving[other]], other, call.tag) for other in reversed(others)]
     if others and leaving[others[0]].nbytes >= LONG:
@@ -159,10 +158,15 @@ def _exchange(leaving: list, arriving: list, group) -> list:
     return works
 
 
-def _meet() -> None:
+def _place(call: Call) -> tuple[dist.ProcessGroup, int, int]:
+    """The group, how many ranks it has, and which of them this one is."""
+    return call.group, call.group.size(), call.group.rank()
+
+
+def _meet(call: Call) -> None:
     """Before one of gloo's own collectives, which could take messages still to come for its own."""
-    wait_for_half_done(at_work().group)
-    tell("messages", "read", at_work())
+    wait_for_half_done(call.group)
+    tell("messages", "read", call)
 
 
 def _on_host(tensor, group):

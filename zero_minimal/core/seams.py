@@ -11,7 +11,7 @@ not know who listens:
     stage 3     units_followed, unit_called, unit_begins, unit_turn, unit_turned, unit_is_whole,
                 part_returned, unit_ends, unit_returned, backward_at_unit, left_behind,
                 parameter_released, parameter_moves
-    messages    collective, messages
+    messages    collective, collective_started, messages
 
 zero_minimal/__init__.py names the listeners; the first tell() imports them.
 """

@@ -5,10 +5,8 @@
 `collective` is the decorator of the functions in collectives.py, which start what is pending here.
 """
 
-import contextlib
 import functools
 import itertools
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,9 +65,8 @@ class Work:
             return self._finish()
         wait_for_half_done(self.call.group, self.number)
         seams.tell("collective", "wait", self.call)
-        with _at_work_in(self.call):
-            seams.tell("messages", "read", self.call)
-            self._finish()
+        seams.tell("messages", "read", self.call)
+        self._finish()
         seams.tell("collective", "end", self.call)
         self.call = None
 
@@ -95,50 +92,23 @@ _half_done: weakref.WeakSet[Work] = weakref.WeakSet()  # all_reduces that nobody
 
 
 def collective(launch):
-    """Decorator for a function that starts a collective and returns its Work: it tells the
-    listeners, and unless async_op is set it waits for the result and returns None."""
+    """Decorator for a function(call, *tensors, …) that starts a collective and returns its Work.
+    Whoever calls it gives group=, of= and async_op= in the place of `call`. It tells the listeners,
+    and unless async_op is set it waits for the result and returns None."""
 
     @functools.wraps(launch)
     def collective(*tensors, async_op: bool = False, of: object = "", group=None, **options):
-        if _thread.call is not None:  # a part of the collective at work
-            pending = launch(*tensors, group=group, **options)
-        else:
-            given = (*tensors, *options.values())
-            given = tuple(value for value in given if isinstance(value, torch.Tensor))
-            call = Call(launch.__name__, given, group or dist.group.WORLD, of, options)
-            seams.tell("collective", "start", call)
-            with _at_work_in(call):
-                pending = (launch(*tensors, group=call.group, **options) if call.travels
-                           else Work([]))
-            pending.call = call
+        given = (*tensors, *options.values())
+        given = tuple(value for value in given if isinstance(value, torch.Tensor))
+        call = Call(launch.__name__, given, group or dist.group.WORLD, of, options)
+        seams.tell("collective", "start", call)
+        pending = launch(call, *tensors, **options) if call.travels else Work([])
+        pending.call = call
+        seams.tell("collective_started", call)
         return pending if async_op else pending.wait()
 
+    collective.part = launch  # for a collective that is made of others
     return collective
-
-
-# ------------------------------------------------------------------- what this thread is at work in
-
-
-class _Thread(threading.local):
-    call: Call | None = None  # the collective that this thread is at work in
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def _at_work_in(call: Call):
-    """Context in which this thread starts a collective, or finishes it."""
-    before, _thread.call = _thread.call, call
-    try:
-        yield
-    finally:
-        _thread.call = before
-
-
-def at_work() -> Call | None:
-    """The collective that this thread starts, or waits for; of nested ones, the outermost."""
-    return _thread.call
 
 
 def other_ranks(group: dist.ProcessGroup) -> list[int]:

@@ -44,8 +44,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.core import seams, work
+from zero_minimal.core import seams
+from zero_minimal.core.work import Call
 from zero_minimal.meters.owners import Owners, parameters_of, strided_tensors
+from zero_minimal.meters.traffic import in_collective
 from zero_minimal.offloading import simulated_host
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "scalars", "buffers", "activations", "other")
@@ -200,7 +202,7 @@ class Ledger(TorchDispatchMode):
             storage = self._look_at(tensor, str(operator))
             if isinstance(tensor, nn.Parameter):
                 self._meet(tensor, storage)
-        is_peers = operator.namespace in ("c10d", "fsdp") and not work.at_work()
+        is_peers = operator.namespace in ("c10d", "fsdp") and not in_collective()
         if is_peers and not self._owners.buckets():
             self._claim([args, kwargs], "buffers", replacing=UNOWNED)  # flat copies that a peer sends
         return result
@@ -255,7 +257,7 @@ class Ledger(TorchDispatchMode):
         storage.bytes = size
 
     def _phase(self) -> str:
-        if work.at_work():
+        if in_collective():
             return "collective"
         if torch._C._current_graph_task_id() != -1:  # the autograd engine is at work, in this thread
             return "backward"
@@ -301,7 +303,7 @@ class Ledger(TorchDispatchMode):
 
     # Some storages have an owner only briefly, or no known owner. Three places identify them:
 
-    def _hear_collective(self, moment: str, call: work.Call) -> None:
+    def _hear_collective(self, moment: str, call: Call) -> None:
         """Claims a whole bucket of stage 2 or 3 before it is reduced, and the part of it that this rank keeps."""
         if moment == "start" and call.name in ("reduce_scatter", "reduce"):
             self._claim(call.tensors, "gradients", replacing=UNOWNED)

@@ -22,12 +22,14 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.core import seams, work
+from zero_minimal.core import seams
+from zero_minimal.core.work import Call
 
 FILES = "/proc/self/fd"  # Linux: this process's open files, which include its connections
 SENT = struct.Struct("200x2Q")  # tcpi_bytes_sent and tcpi_bytes_retrans in tcp_info of linux/tcp.h
@@ -50,6 +52,29 @@ OPERATORS = {
     }.items()
     for operator in operators.split()
 }
+
+
+_thread = threading.local()
+
+
+@seams.at("collective")
+def note_call(moment: str, call: Call) -> None:
+    """One starts, or is waited for. To start it may mean to wait for others first; an error may have ended another."""
+    if moment == "end":
+        note_end(call)
+    elif moment == "start" or not in_collective():
+        _thread.call = call
+
+
+@seams.at("collective_started")
+def note_end(call: Call) -> None:
+    if in_collective() and _thread.call is call:
+        _thread.call = None
+
+
+def in_collective() -> bool:
+    """Whether this thread starts one of our collectives, or waits for it."""
+    return getattr(_thread, "call", None) is not None
 
 
 class TrafficMeter(TorchDispatchMode):
@@ -98,14 +123,14 @@ class TrafficMeter(TorchDispatchMode):
             return NotImplemented  # a DTensor: torch calls again with the local tensors
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        if operator.namespace in ("c10d", "_c10d_functional") and not work.at_work():
+        if operator.namespace in ("c10d", "_c10d_functional") and not in_collective():
             name = OPERATORS.get(operator.overloadpacket.__name__)
             if name:
                 payload = max(map(_bytes, [*args, *kwargs.values(), result]))  # the whole vector is the largest
                 self._count(name, payload, _group_size(args))
         return result
 
-    def _count_ours(self, moment: str, call: work.Call) -> None:
+    def _count_ours(self, moment: str, call: Call) -> None:
         if moment == "start":
             self._count(call.name, call.bytes, call.group.size())
 
