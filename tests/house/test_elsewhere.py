@@ -175,7 +175,7 @@ CASES = {  # what it says at stage 2 and at stage 3
     transformed: (FINE, "copy.deepcopy(model)"),
     differentiated: (FINE, "copy.deepcopy(model)"),
     a_copy_is_transformed: (FINE, FINE),
-    inside_ddp: ("leave DistributedDataParallel out", "is released"),
+    inside_ddp: ("leave DistributedDataParallel out",) * 2,
     around_ddp: ("give the stage the model in it, its .module",) * 2,
     of_fsdp: ("is a DTensor",) * 2,
     of_script: (FINE, "module 'blocks.0.0' is TorchScript"),

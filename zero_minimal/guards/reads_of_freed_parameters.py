@@ -15,6 +15,7 @@ parameters would return other results.
 """
 
 import functools
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -78,14 +79,17 @@ class FreedParameter(Absent):
         words = "a parameter" if found is None else f"parameter {found.name!r}"
         if found is not None and trained_by(found) is None:
             raise RuntimeError(f"{words} is released: {LEFT_BEHIND}")
+        readers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+        if "torch.nn.parallel.distributed" in readers:
+            raise RuntimeError(f"{words} is released: leave DistributedDataParallel out, since a "
+                               "stage sends gradients by itself")
         raise RuntimeError(
             f"{words} is released: at stage 3 a rank holds it only while its unit works. Read or "
             "change it under `with zero.gather_parameters():`, on all ranks (but its dtype and "
             "device before wrapping). For a gradient, use it in the forward of the module that "
             "holds it. If a module uses a parameter of another one, name a module around both in "
             "units=. What differentiates by parameters itself (torch.func, torch.autograd.grad) "
-            "trains at stages 0 to 2. Leave DistributedDataParallel and fully_shard() out: a stage "
-            "sends gradients, and cuts parameters, by itself"
+            "trains at stages 0 to 2"
         )
 
     @property
