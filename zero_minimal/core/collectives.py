@@ -21,7 +21,7 @@ copies the result once more. Ours are plain messages: each rank sends part r to 
 part to everyone, and every part lands where it belongs. A tensor on a GPU goes through host memory,
 since gloo runs on the CPU. On NCCL the native functions are called.
 
-The decorator `collective` (work.py) gives each function three arguments in the place of `call`:
+The decorator `collective` (work.py) gives each function three arguments in the place of call=:
 group=, where None is all ranks; async_op=, with which it returns a `Work` at once, and else None,
 when the result is in place; of=, which names what is sent, for errors.
 """
@@ -45,7 +45,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp
 
 @collective
 def reduce_scatter(
-    call: Call, output: torch.Tensor, input: torch.Tensor, *, op: str = "avg"
+    output: torch.Tensor, input: torch.Tensor, *, op: str = "avg", call: Call
 ) -> Work:
     """Sum or average `input` over the ranks; this rank's part of the result goes to `output`.
 
@@ -76,7 +76,7 @@ def reduce_scatter(
 
 
 @collective
-def all_gather(call: Call, output: torch.Tensor, input: torch.Tensor) -> Work:
+def all_gather(output: torch.Tensor, input: torch.Tensor, *, call: Call) -> Work:
     """Collect every rank's `input` [s] into `output` [N·s], in rank order. `input` may be this
     rank's own part of `output`."""
     group, world_size, rank = _place(call)
@@ -91,7 +91,7 @@ def all_gather(call: Call, output: torch.Tensor, input: torch.Tensor) -> Work:
 
 
 @collective
-def all_reduce(call: Call, tensor: torch.Tensor, *, op: str = "avg") -> Work:
+def all_reduce(tensor: torch.Tensor, *, op: str = "avg", call: Call) -> Work:
     """Sum ("sum"), average ("avg") or maximum ("max") of `tensor` over the ranks, in place. On
     gloo a reduce_scatter and an all_gather, except for "max", which gloo does itself."""
     group, world_size, rank = _place(call)
@@ -105,11 +105,11 @@ def all_reduce(call: Call, tensor: torch.Tensor, *, op: str = "avg") -> Work:
 
     flat = _padded(tensor, world_size)
     part = flat.view(world_size, -1)[rank]
-    scattered = reduce_scatter.part(call, part, flat, op=op)
+    scattered = reduce_scatter.part(part, flat, op=op, call=call)
 
     def gather():
         scattered.wait()
-        all_gather.part(call, flat, part).wait()
+        all_gather.part(flat, part, call=call).wait()
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
 
@@ -117,7 +117,7 @@ def all_reduce(call: Call, tensor: torch.Tensor, *, op: str = "avg") -> Work:
 
 
 @collective
-def broadcast(call: Call, tensor: torch.Tensor, root: int = 0) -> Work:
+def broadcast(tensor: torch.Tensor, root: int = 0, *, call: Call) -> Work:
     """Copy the tensor of rank `root` of the group to all ranks, in place. Any dtype."""
     host = _on_host(tensor, call.group).resolve_conj().contiguous()
     as_bytes = host.view(-1).view(torch.uint8)

@@ -92,8 +92,8 @@ _half_done: weakref.WeakSet[Work] = weakref.WeakSet()  # all_reduces that nobody
 
 
 def collective(launch):
-    """Decorator for a function(call, *tensors, …) that starts a collective and returns its Work.
-    Whoever calls it gives group=, of= and async_op= in the place of `call`. It tells the listeners,
+    """Decorator for a function(*tensors, call, …) that starts a collective and returns its Work.
+    Whoever calls it gives group=, of= and async_op= in the place of call=. It tells the listeners,
     and unless async_op is set it waits for the result and returns None."""
 
     @functools.wraps(launch)
@@ -102,7 +102,7 @@ def collective(launch):
         given = tuple(value for value in given if isinstance(value, torch.Tensor))
         call = Call(launch.__name__, given, group or dist.group.WORLD, of, options)
         seams.tell("collective", "start", call)
-        pending = launch(call, *tensors, **options) if call.travels else Work([])
+        pending = launch(*tensors, call=call, **options) if call.travels else Work([])
         pending.call = call
         seams.tell("collective_started", call)
         return pending if async_op else pending.wait()
