@@ -154,6 +154,35 @@ def trust_in_one_group(trust, stage):
                                                     {"params": others, "lr": 0.0, "weight_decay": 0.1}])
 
 
+class ScheduleFree(optim.SGD):
+    """eval() puts averages in the place of the weights, and train() the weights back."""
+
+    @torch.no_grad()
+    def eval(self):
+        for param in self.param_groups[0]["params"]:
+            param.mul_(0.5)
+
+    train = eval
+
+
+def swap_weights(dtype, stage):
+    zero = wrap(stage, lambda: Coder().to(dtype), ScheduleFree)
+    before = weights(zero)
+    zero.optimizer.eval()
+    assert torch.equal(weights(zero), 0.5 * before), "the model does not see them"
+
+
+def func_in_gather(stage):
+    zero = wrap(stage)
+    with zero.gather_parameters():
+        torch.func.grad(torch.sin)(torch.tensor(0.5))
+
+
+def train_a_criterion_too(stage):
+    model = Coder()
+    wrap(stage, lambda: model, param_groups=[*model.parameters(), nn.Parameter(torch.ones(4, 6))])
+
+
 def outside_the_group(stage):
     wrap(stage, group=dist.new_group([1, 2]))
 
@@ -190,6 +219,12 @@ USES = {  # what somebody does, at which stages; what is said, "" if that is rig
     "an option of a group that is not element-wise": (partial(trust_in_one_group, True), range(4),
                                                       "Trust is not element-wise"),
     "an option that is": (partial(trust_in_one_group, False), range(4), ""),
+    "a schedule-free optimizer": (partial(swap_weights, torch.float32), (0, 3), ""),
+    "of which each rank sees its shard": (partial(swap_weights, torch.float32), (1, 2), "eval() and train() change"),
+    "in 16 bits": (partial(swap_weights, torch.bfloat16), range(4), "train in fp32 at stage 0 or 3"),
+    "torch.func in gather_parameters": (func_in_gather, [3], "call it outside, on the copy"),
+    "it may be there at other stages": (func_in_gather, range(3), ""),
+    "parameters of a criterion": (train_a_criterion_too, range(4), "of shape (4, 6) that the model does not have"),
     "a rank outside the group": (outside_the_group, range(4), "this rank, 0 of the world, is not in group="),
     "a note that is too long": (equal_rates_under_long_names, [3], ""),
 }

@@ -220,6 +220,11 @@ def test_first_failure_is_named():
     assert caught.value.rank == 2
 
 
+def test_arguments_that_cannot_be_sent():
+    with pytest.raises(TypeError, match="^print or its arguments .*lock.*into a file of its own, and import that"):
+        ranks.run(print, 2, threading.Lock())
+
+
 def test_results_that_cannot_be_sent():
     with pytest.raises(RankError, match="rank 0 of 2 failed|rank 1 of 2 failed") as caught:
         ranks.run(threading.Lock, 2)

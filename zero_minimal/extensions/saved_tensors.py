@@ -21,6 +21,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero_minimal.guards.trained_by import LEFT_BEHIND
 
 CHECKPOINT = "torch.utils.checkpoint"
+FUNC_IN_GATHER = (
+    "torch.func (grad, vjp, jacrev, hessian) does not go inside gather_parameters() at stage 3, "
+    "where what autograd saves is kept whole: copy there, `with zero.gather_parameters(): whole = "
+    "copy.deepcopy(model)`, on all ranks, and call it outside, on the copy"
+)
 
 
 @contextmanager
@@ -32,6 +37,10 @@ def values_stay(gathered: AbstractContextManager) -> Iterator[None]:
         saved.begin(0)
         try:
             yield
+        except RuntimeError as error:
+            if "support saved tensor hooks" in str(error):
+                error.args = (FUNC_IN_GATHER,)
+            raise
         finally:
             saved.end()
 

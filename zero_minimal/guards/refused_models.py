@@ -54,7 +54,9 @@ def refuse_groups(model: nn.Module, groups: list[dict]) -> None:
     own, seen = set(model.parameters()), set()
     for param in [param for group in groups for param in group["params"]]:
         if param not in own:
-            raise ValueError("param_groups holds a parameter that the model does not have")
+            raise ValueError(f"param_groups holds a parameter of shape {tuple(param.shape)} that "
+                             "the model does not have. One of a criterion, say: put both into one "
+                             "module, and wrap that")
         if param in seen:
             raise ValueError("a parameter stands twice in param_groups")
         seen.add(param)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer, optimizer
 from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
+from zero_minimal.core.layout import same_storage
 from zero_minimal.core.optimizers import update
 from zero_minimal.guards.grad_placeholder import GradPlaceholder
 from zero_minimal.guards.same_on_all_ranks import in_numbers
@@ -201,6 +202,10 @@ def refuse_in_optimizer(stage) -> None:
     optimizer.register_step_pre_hook(refuse_step)
     optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
     optimizer.add_param_group = refuse_group
+    if not all(_is_seen(bucket, hasattr(stage, "units")) for bucket in stage.buckets):
+        for swap in ("eval", "train"):  # of schedule-free optimizers
+            if hasattr(optimizer, swap):
+                setattr(optimizer, swap, refuse_swap)
     optimizer.zero_grad = lambda set_to_none=True: drop()()
     optimizer._step_supports_amp_scaling = True  # so torch's GradScaler comes to refuse_step()
 
@@ -221,6 +226,20 @@ def refuse_step(optimizer, *_):
 def refuse_group(group):
     raise RuntimeError("a group cannot be added to zero.optimizer after wrapping, since no bucket "
                        "belongs to it: name all groups in param_groups= when you wrap")
+
+
+def _is_seen(bucket, gathered: bool) -> bool:
+    """Whether the model has what the optimizer changes outside of step(): its master is the shard
+    itself, and that is all of the bucket, or is gathered for each turn (stage 3)."""
+    whole = gathered or bucket.parameter_shard.numel() == bucket.padded
+    return whole and same_storage(bucket.master, bucket.parameter_shard)
+
+
+def refuse_swap():
+    raise RuntimeError("this optimizer's eval() and train() change weights outside of step(), and "
+                       "the model would not see it, or only this rank's shard: train in fp32 at "
+                       "stage 0 or 3; or keep averages.Average(zero), and evaluate under its "
+                       "in_place()")
 
 
 def refuse_hook(hook):

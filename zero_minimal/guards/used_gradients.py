@@ -49,7 +49,11 @@ def refuse_second(reducer, *_) -> None:
 
 
 def refuse_used(reducer) -> None:
-    """Raises: RuntimeError if there are gradients to which no pass may add."""
+    """Raises: RuntimeError if there are gradients to which no pass may add. A model that is frozen
+    for this pass, as a GAN's critic in the generator's turn, gets none."""
+    params = (param for bucket in reducer.stage.buckets for param in bucket.params)
+    if not any(param.requires_grad for param in params):
+        return
     if reducer.needs_zero_grad:
         which = getattr(reducer.stage.buckets[0], "model", "") or " of model 1"
         raise RuntimeError(f"call zero.zero_grad() after zero.step(){which}, a "

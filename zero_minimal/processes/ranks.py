@@ -71,7 +71,14 @@ def run(
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}: at least one rank is needed")
     device, backend = choose(device, None, world_size)
-    work, before_join = cloudpickle.dumps((function, args, kwargs)), cloudpickle.dumps(before_join)
+    try:
+        work = cloudpickle.dumps((function, args, kwargs))
+    except (TypeError, pickle.PicklingError) as error:
+        name = getattr(function, "__qualname__", function)
+        raise TypeError(f"{name} or its arguments cannot be sent to the ranks ({error}). What the "
+                        "main file defines travels with all that it names, torch.ops too: put it "
+                        "into a file of its own, and import that") from None
+    before_join = cloudpickle.dumps(before_join)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         try:

@@ -780,13 +780,12 @@ def torchs_scaler_of_the_stage(me):
 
 @scenario()
 def two_models_in_turn(me):
-    """A generator against a discriminator that is frozen in turn."""
+    """A generator against a discriminator that is frozen in turn, and drops its gradients late."""
     maker, judge = Chain(), nn.Sequential(nn.Linear(3, 7), Chain(count=2))
     zero_maker, zero_judge = me.wrap(maker, SGD, **MOMENTUM), me.wrap(judge, SGD, **MOMENTUM)
     for step in range(3):
         (judge(maker(me.x(step)).detach()).square().mean() - judge(me.x(step, 5, 3)).mean()).backward()
         zero_judge.step()
-        zero_judge.zero_grad()
         judge.requires_grad_(False)
         judge(maker(me.x(100 + step))).square().mean().backward()
         zero_maker.step()
