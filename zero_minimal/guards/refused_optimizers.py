@@ -202,10 +202,10 @@ def refuse_in_optimizer(stage) -> None:
     optimizer.register_step_pre_hook(refuse_step)
     optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
     optimizer.add_param_group = refuse_group
-    if not all(_is_seen(bucket, hasattr(stage, "units")) for bucket in stage.buckets):
-        for swap in ("eval", "train"):  # of schedule-free optimizers
-            if hasattr(optimizer, swap):
-                setattr(optimizer, swap, refuse_swap)
+    for swap in ("eval", "train"):  # of schedule-free optimizers
+        if hasattr(optimizer, swap) and not all(
+                _is_seen(bucket, hasattr(stage, "units")) for bucket in stage.buckets):
+            setattr(optimizer, swap, refuse_swap)
     optimizer.zero_grad = lambda set_to_none=True: drop()()
     optimizer._step_supports_amp_scaling = True  # so torch's GradScaler comes to refuse_step()
 
