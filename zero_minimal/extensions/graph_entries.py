@@ -29,7 +29,7 @@ from zero_minimal.core.layout import same_storage
 from zero_minimal.core.units import Unit
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.extensions import external_parameters
-from zero_minimal.extensions.saved_tensors import SavedTensors
+from zero_minimal.extensions.saved_tensors import FUNC_REFUSES, SavedTensors
 from zero_minimal.guards.outputs import tensors_in
 from zero_minimal.guards.reads_of_freed_parameters import refuse_left_behind
 from zero_minimal.guards.trained_by import LEFT_BEHIND
@@ -108,7 +108,7 @@ def save_no_more(order: ExecutionOrder, unit: Unit) -> None:
 def explain(order: ExecutionOrder, unit: Unit) -> None:
     """forward has failed: say it in our words, if we are the reason."""
     error = sys.exc_info()[1]
-    if "support saved tensor hooks" in str(error):
+    if FUNC_REFUSES in str(error):
         error.args = (FUNC_INSIDE,)
 
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero_minimal.guards.trained_by import LEFT_BEHIND
 
 CHECKPOINT = "torch.utils.checkpoint"
+FUNC_REFUSES = "support saved tensor hooks"  # in torch.func's own error
 FUNC_IN_GATHER = (
     "torch.func (grad, vjp, jacrev, hessian) does not go inside gather_parameters() at stage 3, "
     "where what autograd saves is kept whole: copy there, `with zero.gather_parameters(): whole = "
@@ -38,7 +39,7 @@ def values_stay(gathered: AbstractContextManager) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if "support saved tensor hooks" in str(error):
+            if FUNC_REFUSES in str(error):
                 error.args = (FUNC_IN_GATHER,)
             raise
         finally:

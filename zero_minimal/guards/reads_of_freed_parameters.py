@@ -15,7 +15,6 @@ parameters would return other results.
 """
 
 import functools
-import traceback
 from collections.abc import Callable
 
 import torch
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
 from zero_minimal.core.weak_hooks import WeakHook
-from zero_minimal.guards.trained_by import LEFT_BEHIND, is_released, trained_by
+from zero_minimal.guards.trained_by import LEFT_BEHIND, called_from, is_released, trained_by
 
 MAY_ASK = (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn",
@@ -79,8 +78,7 @@ class FreedParameter(Absent):
         words = "a parameter" if found is None else f"parameter {found.name!r}"
         if found is not None and trained_by(found) is None:
             raise RuntimeError(f"{words} is released: {LEFT_BEHIND}")
-        readers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
-        if "torch.nn.parallel.distributed" in readers:
+        if called_from("torch.nn.parallel.distributed"):
             raise RuntimeError(f"{words} is released: leave DistributedDataParallel out, since a "
                                "stage sends gradients by itself")
         raise RuntimeError(

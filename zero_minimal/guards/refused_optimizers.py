@@ -8,7 +8,6 @@ add_param_group(), optimizer.state[param] and torch.distributed.checkpoint's get
 which the stage would not know.
 """
 
-import traceback
 import weakref
 from collections import defaultdict
 
@@ -22,6 +21,7 @@ from zero_minimal.core.layout import same_storage
 from zero_minimal.core.optimizers import update
 from zero_minimal.guards.grad_placeholder import GradPlaceholder
 from zero_minimal.guards.same_on_all_ranks import in_numbers
+from zero_minimal.guards.trained_by import called_from
 
 TRIED_WITH = {"lr": 0.1, "capturable": False}
 STEPS = 20  # of the trial: some optimizers begin like SGD, and look at whole matrices later
@@ -249,8 +249,7 @@ def refuse_hook(hook):
 
 
 def refuse_checkpoint(*_):
-    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
-    if "torch.distributed.checkpoint.state_dict" in callers:
+    if called_from("torch.distributed.checkpoint.state_dict"):
         raise RuntimeError("get_state_dict() and set_state_dict() of torch.distributed.checkpoint "
                            "take shards for whole parameters: call saved_state.save(zero, folder) "
                            "and load(), or zero.state_dict()")

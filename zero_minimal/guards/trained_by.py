@@ -1,8 +1,9 @@
-"""Trained by: which stage trains a parameter, and whether its values are here.
+"""Trained by: which stage trains a parameter, whether its values are here, and who asks.
 
 At stage 3 the parameters are lost with the stage: to use the model after that is an error.
 """
 
+import traceback
 import weakref
 
 import torch
@@ -45,3 +46,8 @@ def home_of(param: torch.Tensor) -> tuple:
 def is_released(param: torch.Tensor) -> bool:
     """Whether its values are gone for now."""
     return getattr(param, "_zero_released", False)
+
+
+def called_from(module: str) -> bool:
+    """Whether a function of this module is among the callers."""
+    return any(frame.f_globals.get("__name__") == module for frame, _ in traceback.walk_stack(None))

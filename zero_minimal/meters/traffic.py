@@ -54,7 +54,11 @@ OPERATORS = {
 }
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    call: Call | None = None  # the collective that this thread starts, or waits for
+
+
+_thread = _Thread()
 
 
 @seams.at("collective")
@@ -68,13 +72,13 @@ def note_call(moment: str, call: Call) -> None:
 
 @seams.at("collective_started")
 def note_end(call: Call) -> None:
-    if in_collective() and _thread.call is call:
+    if _thread.call is call:
         _thread.call = None
 
 
 def in_collective() -> bool:
     """Whether this thread starts one of our collectives, or waits for it."""
-    return getattr(_thread, "call", None) is not None
+    return _thread.call is not None
 
 
 class TrafficMeter(TorchDispatchMode):
