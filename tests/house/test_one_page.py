@@ -199,7 +199,7 @@ GRADED = {  # lesson: the points of its steps, and the checks that fail, by what
             "test_the_kernel_counts_micro_batches"),
         "one shard after the other in the update: all have their gradients in fp32, or scaled, at once": (
             "test_holds_shards_after_a_step", "test_clipping_returns_a_tensor_and_leaves_the_gradients"),
-        "running statistics": ("test_running_statistics_are_alike",),
+        "running statistics": ("test_running_statistics_are_alike", "test_running_statistics_stay_alike"),
         "refusals": ("test_a_backward_after_step_is_refused",),
         "sums of 16-bit gradients in fp32": ("test_gradients_of_16_bits_are_added_in_32",),
         "units of two dtypes: they are refused": ("test_small_steps_in_bf16_add_up",),
