@@ -40,7 +40,7 @@ def test_the_exam_is_right():
 def test_small_updates_are_lost_in_bf16_and_kept_by_a_master():
     with_master, alone = MEASURED["small_steps"].values()
     assert set(alone) == {1.0} and with_master[-1] == torch.tensor(0.9).bfloat16().item() == 0.8984375
-    assert "1000 updates of 0.0001" in PROSE
+    assert "1000 updates of 0.0001 are taken away" in PROSE
     assert torch.tensor(1 - 1 / 256).bfloat16() != 1 and torch.tensor(1 - 0.9 / 512).bfloat16() == 1
 
 

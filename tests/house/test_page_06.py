@@ -71,7 +71,7 @@ def test_twelve_messages_a_block_and_then_the_thirteenth():
     assert all(size == INPUT for calls in MEASURED["messages"].values() for *_, size in calls)
     phases = [phase for phase, *_ in MEASURED["messages"]["P_a"]]
     assert phases == ["forward"] * 2 + ["gather"] + ["again"] * 2 + ["backward"] * 2
-    assert "| no checkpoints | (4 + 12/M)·b·s·h | 8:" in PAGE and "one block sends 8 messages" in PROSE
+    assert "| no checkpoints | (4 + 12/M)·b·s·h | 8:" in PAGE and "one block sends 8 times b·s·h" in PROSE
     assert "Twelve, and then the thirteenth" in PAGE.split("What was measured</summary>")[1], "it is asked, then told"
     assert "Twelve, and" not in PAGE.split("What was measured</summary>")[0]
 

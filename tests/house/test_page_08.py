@@ -143,6 +143,7 @@ def test_what_the_page_says_of_slabs(recordings):
 def test_what_the_page_says_of_allocators_that_lack_something():
     pools = MEASURED["pools"]
     assert pools["first fit"] == pools["best fit, split, merge"] and "First fit needs the same" in PROSE
+    assert f"Without splits it is {pools['never splits'] // MIB}" in PROSE
     for name, words in (("pools", "merging is worth {} MiB here"),
                         ("pools with slabs", "With slabs merging is worth {} MiB")):
         worth = MEASURED[name]["never merges"] - MEASURED[name]["best fit, split, merge"]

@@ -71,7 +71,7 @@ def test_the_rule_is_of_the_run():
     none, some, all_of_c4 = (f"{peak / MB:.1f}" for peak in peaks)
     told = f"P_os+g lowers the peak from {none} to {some} MB, and C4's slabs and buffers raise it again, to {all_of_c4}"
     assert told in PROSE
-    assert f"On the left below, zero is {peaks[1] / MB:.1f} MB" in PROSE
+    assert f"On the left below, bars start from {peaks[1] / MB:.1f} MB" in PROSE
 
 
 def test_model_states_are_those_of_the_formula():
