@@ -37,6 +37,7 @@ from zero_minimal.constant_buffers import ConstantBuffers
 from zero_minimal.core import collectives, precision
 from zero_minimal.core.gradient_memory import GradientMemory
 from zero_minimal.core.layout import Bucket
+from zero_minimal.core.reducer import Reducer
 from zero_minimal.defragmentation import Slab
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
@@ -210,6 +211,10 @@ class System:
     @property
     def buckets(self) -> list[Bucket]:
         return self.zero.buckets
+
+    @property
+    def reducer(self) -> Reducer:
+        return self.zero.reducer
 
     @property
     def gradient_scale(self) -> precision.Scale:

@@ -1300,11 +1300,14 @@ def worked_in(assignment):
         if number % 200 == 0:
             room, live = ROOMS[number // 200], []
             arena = assignment.Arena(room)
-        act, left = chance.random(), arena.largest_free // 4
+        act = chance.random() if number % 200 > 1 else 0.0
+        left = arena.largest_free // 4
         if act < 0.55:
             shape = [chance.randint(1, 5) for _ in range(chance.randrange(5))]
             if act < 0.2 and 0 < left < 20:
                 shape = [left] if left > 1 else []
+            if number % 200 == 0:  # all but one, which comes next
+                shape = [left - 1]
             if torch.Size(shape).numel() <= left:
                 try:
                     tensor = arena.allocate(shape).fill_(number)

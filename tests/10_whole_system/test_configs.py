@@ -4,14 +4,20 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 import toys
 from matplotlib.image import imread
+from torch import optim
 
 from zero_minimal import __main__ as program
+from zero_minimal.checkpoint import saved_state
+from zero_minimal.core.loss_scaler import LossScaler
+from zero_minimal.core.mesh import make_mesh
 from zero_minimal.processes import ranks
 from zero_minimal.programs import configs
+from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Settings
-from zero_minimal.zero_100b import CONFIGS
+from zero_minimal.zero_100b import CONFIGS, System
 
 
 def reports(name):
@@ -33,6 +39,20 @@ def test_trains_in_16_bit_clipped_and_accumulating(dtype):
     for one, other in toys.run(trains_in_16_bit, 2, dtype):
         assert len(one) == 6 and one[-1] < one[0] - 0.05
         assert other == pytest.approx(one, rel=2e-3)
+
+
+def saves_a_skipped_step(folder):
+    sizes = GPTConfig(layers=1, hidden=8, heads=2, sequence=16)
+    system = System("C3", sizes, make_mesh(1), 2, torch.float16, "cpu", optim.SGD, lr=0.1)
+    scaler = LossScaler(initial_scale=2.0**40, groups=system.groups)
+    scaler.scale(system.model(*toys.tokens(0, 0))).backward()
+    assert not scaler.step(system)
+    saved_state.save(system, folder)
+    return saved_state.load(system, folder)
+
+
+def test_a_skipped_step_can_be_saved(tmp_path):
+    toys.run(saves_a_skipped_step, 1, tmp_path)
 
 
 @pytest.mark.thorough

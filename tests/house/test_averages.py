@@ -12,6 +12,7 @@ from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from zero_minimal.extensions.averages import Average
+from zero_minimal.guards.collective_fingerprint import EDITED
 
 pytestmark = pytest.mark.thorough
 
@@ -70,6 +71,7 @@ def average_in_four_ways(stage, dtype):
     after = [*zero.optimizer.param_groups, *zero.optimizer.state.values()]
     assert all(one is other for one, other in zip(kept, after, strict=True))
     model(*toys.tokens(dist.get_rank(), STEPS)).backward()  # training goes on
+    assert not [bucket.moment for bucket in zero.buckets if EDITED in bucket.moment]
     zero.step()
     return dict(means=means, inside=inside, outside=outside, by_hand=list(by_hand.values()), torchs=losses_of(torchs),
                 trained=trained, after=toys.whole_parameters(zero), mine=sum(shard.nbytes for shard in sharded.shards))

@@ -10,6 +10,8 @@ from misuse import by_stage, in_ranks
 from thorough import sample
 from torch import nn, optim
 
+from zero_minimal.extensions.averages import Average
+from zero_minimal.naive import Naive
 from zero_minimal.processes.ranks import RankError
 
 
@@ -47,6 +49,15 @@ class HalfMeta(Late):
     def __init__(self):
         super().__init__()
         self.blocks[2].to("meta")
+
+
+class Undrawn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+    def reset_parameters(self):
+        raise KeyError("no numbers")
 
 
 class Fails(optim.SGD):
@@ -167,6 +178,8 @@ CASES = {
     "meta buffer": Wrong("on the meta device", lambda: Grown(more=torch.empty(3, device="meta")), mend=without_more),
     "meta": Wrong("on the meta device", on_meta, mend=drawn),
     "half meta": Wrong("on the meta device", HalfMeta, mend=drawn),
+    "a drawer that fails": Wrong("no numbers|only stage 3", lambda: nn.Sequential(nn.Linear(3, 3), Undrawn()),
+                                 mend=another),
     "no shape yet": Wrong("'0.weight' has no shape yet", lambda: nn.Sequential(nn.LazyLinear(3)), mend=another),
     "inference": Wrong("torch.inference_mode", inference, mend=another),
     "one memory": Wrong("parameter 'embedding.weight' and parameter 'head.weight' share memory", Tied, mend=another),
@@ -303,10 +316,32 @@ def test_ranks_that_differ(world_size, stage):
     assert all(toys.identical(first, other) for other in others)
 
 
-@by_stage
-def test_needs_ranks(stage):
+@pytest.mark.parametrize("stage_class", (Naive, *toys.STAGES))
+def test_needs_ranks(stage_class):
     with pytest.raises(RuntimeError, match=r"ranks\.start\(\).*ranks\.run"):
-        wrap(stage, nn.Linear(3, 3))
+        stage_class(nn.Linear(3, 3), optim.SGD, lr=0.1)
+
+
+def trained(stage):
+    zero = wrap(stage, toys.Transformer(), optim.AdamW, lr=0.01)
+    losses = [toys.step_of(zero, step) for step in range(3)]
+    with Average(zero).in_place():
+        return losses, toys.whole_parameters(zero)
+
+
+@by_stage
+@in_ranks(2)
+def test_the_users_default_device_matters_to_what_the_user_makes_alone(stage):
+    torch.manual_seed(0)
+    losses, values = trained(stage)
+    torch.manual_seed(0)
+    model = toys.Transformer()
+    batches = [toys.tokens(dist.get_rank(), step) for step in range(3)]
+    with torch.device("meta"):
+        zero = wrap(stage, model, optim.AdamW, lr=0.01)
+        assert losses == [toys.learn(zero, model(*batch)) for batch in batches]
+        with Average(zero).in_place(), zero.gather_parameters():
+            assert toys.identical(model.parameters(), values)
 
 
 def empty_on_one_rank():

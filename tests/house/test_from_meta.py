@@ -30,17 +30,17 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """A buffer that is computed, and one of bool, in which no number can say "not yet"."""
+    """A buffer that is computed, and two in which no number can say "not yet"."""
 
     def __init__(self, size, base=100.0):
         super().__init__()
         self.base = base
-        frequencies, mask = self.computed(size)
-        self.register_buffer("frequencies", frequencies, persistent=False)
-        self.register_buffer("mask", mask, persistent=False)
+        for name, buffer in zip(("frequencies", "mask", "bytes"), self.computed(size), strict=True):
+            self.register_buffer(name, buffer, persistent=False)
 
     def computed(self, size):
-        return self.base ** -(torch.arange(size) / size), torch.ones(size, size, dtype=torch.bool).tril()
+        mask = torch.ones(size, size, dtype=torch.bool).tril()
+        return self.base ** -(torch.arange(size) / size), mask, mask.byte()
 
 
 class Layer(nn.Module):

@@ -92,6 +92,7 @@ def test_zero_grad_where_users_call_it(stage):
         model, zero = wrap(stage, lambda: Chain(count=6))
         open_at_once, reduce_scatter = [], collectives.reduce_scatter
 
+        @functools.wraps(reduce_scatter)
         def watch(*tensors, **options):
             open_at_once.append(sum(bucket.gradients is not None for bucket in zero.buckets))  # noqa: B023
             return reduce_scatter(*tensors, **options)  # noqa: B023

@@ -1,7 +1,7 @@
 """Sharded state: this rank's part of what a stage trains. It fits only the same stage, rank, number
 of ranks, model and optimizer; saved_state.py fits any stage and number of ranks.
 
-Seams: the base class of the stages, which gets both methods; wrapped, update_begins.
+Seams: the base class of the stages, which gets the methods; wrapped, update_begins.
 """
 
 import functools

@@ -52,7 +52,7 @@ def of_failure(error: Exception, path: str) -> str:
                       "a collective dropped that nobody waited for?")
         if "SIGSEGV" in words:
             words += f"{LOOK_AT}does it use memory that is gone? A shard that is a view of a freed tensor is gone too."
-        return f"rank {error.rank} is gone in the middle of the test: {words}"
+        return f"rank {error.rank} is gone in the middle of the test: {_CUT.sub(WHY_CUT, words)}"
     return f"{type(error).__name__}: {error}"
 
 

@@ -66,7 +66,7 @@ def reduce_scatter(
     arriving.insert(rank, leaving[rank])
 
     def finish():
-        total = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
+        total = torch.empty_like(output, device="cpu") if output.is_cuda else output
         sum_in_rank_order(arriving, total.view(-1), op)
         free(scratch)
         if total is not output:
@@ -82,7 +82,7 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, *, call: Call) -> Work
     group, world_size, rank = _place(call)
     if dist.get_backend(group) != "gloo":
         return Work([_native_all_gather(output, input, group=group, async_op=True)])
-    host = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
+    host = torch.empty_like(output, device="cpu") if output.is_cuda else output
     arriving = host.view(world_size, -1).unbind()  # arriving[r] comes from rank r
     if arriving[rank].data_ptr() != input.data_ptr():
         arriving[rank].copy_(input.view(-1))

@@ -10,7 +10,7 @@ def sum_in_rank_order(parts: list[torch.Tensor], output: torch.Tensor, op: str) 
     """Sum ("sum") or mean ("avg") of every rank's part [s] → output [s], rank 0's first, piece by
     piece. 16-bit parts are summed in fp32 and rounded once."""
     wide = torch.float32 if output.element_size() < 4 else output.dtype
-    scratch = torch.empty(min(output.numel(), PIECE), dtype=wide)
+    scratch = output.new_empty(min(output.numel(), PIECE), dtype=wide)
     for start in range(0, output.numel(), PIECE):
         result = output[start : start + PIECE]
         total, *others = [part[start : start + PIECE].to(wide) for part in parts]

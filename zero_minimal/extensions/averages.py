@@ -41,9 +41,9 @@ class Average:
     """
 
     def __init__(self, zero, decay: float = 0.999):
-        if not hasattr(zero, "buckets"):
-            raise TypeError("averages lie in a stage's shards: take Stage0 in place of Naive, or "
-                            "torch's AveragedModel")
+        if not hasattr(zero, "load_shards"):
+            raise TypeError("averages lie in a stage's shards: take Stage0 in place of Naive, the "
+                            ".zero of a System of zero_100b, or torch's AveragedModel")
         if any(bucket.away is not None for bucket in zero.buckets):
             raise RuntimeError("the weights to average are on the host: average whole ones, with "
                                "torch's AveragedModel, under zero.gather_parameters()")
@@ -66,6 +66,7 @@ class Average:
         params = tuple(param for bucket in self.zero.all_buckets for param in bucket.params)
         # at the end they are as before, so a graph from before stays valid
         kept = torch.autograd._unsafe_preserve_version_counter(params)
+        edits = {param: param._zero_edits for param in params if hasattr(param, "_zero_edits")}
         weights = [shard.clone() for shard in self.zero.state_dict()["shards"]]
         means = dict(zip(self.zero.buckets, self.shards, strict=True))
         pairs = zip(self.zero.all_buckets, weights, strict=True)
@@ -79,3 +80,5 @@ class Average:
         finally:
             with kept:
                 self.zero.load_shards(weights)
+            for param, counted in edits.items():
+                param._zero_edits = counted

@@ -10,8 +10,8 @@ What stage 3 cannot serve is refused: create_graph=True, torch.func around a for
 another thread, a selective checkpoint around a unit, one backward through two forward passes with a
 backward between them.
 
-Seams: units_followed, unit_called, unit_begins, unit_ends, unit_returned, unit_is_whole,
-backward_at_unit, left_behind.
+Seams: units_followed, unit_called, unit_begins, unit_ends, unit_returned, part_returned,
+unit_is_whole, backward_at_unit, left_behind.
 """
 
 import sys

@@ -20,6 +20,8 @@ A view that the program keeps (`weight.data`, say) has no class that could wait,
 ignores the class. If there is either, step() waits for the all-gathers at once, as at stages 1 and
 2. Code that bypasses the class finds the NaN: C++ extensions, and TorchScript made of a part and
 kept outside of the model. CUDA graphs find any values. Call `zero.gathering.wait()` before these.
+
+Seam: parameter_moves.
 """
 
 import contextlib

@@ -6,7 +6,7 @@
 
 So stage 3 can begin with a model that no rank could hold.
 
-Seams: model_given, buckets_planned, unit_to_flatten, wrap_failed.
+Seams: model_given, buckets_planned, unit_to_flatten, wrapped, wrap_failed.
 """
 
 import contextlib
@@ -101,9 +101,9 @@ def _initialises_others(module: nn.Module) -> bool:
 
 def has_no_value(tensor: torch.Tensor) -> bool:
     """Whether an element is still as `_nothing_like` made it."""
-    if tensor.dtype == torch.bool:
+    if tensor.dtype in EACH_IS_DRAWN:
         return tensor._version == UNTOUCHED
-    is_whole = tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    is_whole = tensor.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
     return bool((tensor == _nothing(tensor.dtype) if is_whole else tensor.isnan()).any())
 
 
@@ -113,12 +113,13 @@ def _nothing(dtype: torch.dtype) -> float | int:
 
 
 def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory filled with a number that is never drawn, so that it differs from any value. A bool
-    has no such number: torch counts whether it was written."""
+    """Memory filled with a number that is never drawn, so that it differs from any value. Of bytes
+    and bools each is drawn: torch counts whether they were written."""
     real = torch.empty_like(tensor, device=torch.get_default_device())
-    return real if real.dtype == torch.bool else real.fill_(_nothing(real.dtype))
+    return real if real.dtype in EACH_IS_DRAWN else real.fill_(_nothing(real.dtype))
 
 
+EACH_IS_DRAWN = torch.bool, torch.uint8
 UNTOUCHED = 0  # the version of a tensor that was not written since it was made
 
 
@@ -150,9 +151,11 @@ def in_the_void(params: Iterable[nn.Parameter]) -> Iterator[None]:
         with torch._C.DisableTorchFunctionSubclass():
             before[param] = type(param), param.data
         restore(param, torch.empty(param.shape, dtype=param.dtype, device=param.device))
-    yield
-    for param, (kind, data) in before.items():
-        param.data, param.__class__ = data, kind
+    try:
+        yield
+    finally:
+        for param, (kind, data) in before.items():
+            param.data, param.__class__ = data, kind
 
 
 @seams.at("buckets_planned")

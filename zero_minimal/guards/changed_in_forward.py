@@ -22,7 +22,8 @@ from zero_minimal.guards.trained_by import home_of, trained_by
 
 
 class Frozen:
-    """A module's parameters that are not trained: they are in no bucket that backward sends."""
+    """A module's parameters in no bucket that backward sends: those that are not trained, or all of
+    Naive's."""
 
     def __init__(self, params: list):
         self.params = params

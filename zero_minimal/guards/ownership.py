@@ -13,6 +13,7 @@ from torch import nn
 from zero_minimal.core import seams
 from zero_minimal.core.layout import same_storage
 from zero_minimal.guards.reads_of_freed_parameters import FreedParameter
+from zero_minimal.guards.refused_collectives import NO_RANKS
 from zero_minimal.guards.trained_by import LEFT_BEHIND, Mark, home_of, is_released, trained_by
 
 
@@ -23,9 +24,7 @@ def refuse_taken(model: nn.Module, group, *_) -> None:
     an earlier stage."""
     check_module(model)
     if not dist.is_initialized():
-        raise RuntimeError("there are no ranks yet: put the program under `with ranks.start():` "
-                           "and start it with torchrun, or call it through "
-                           "ranks.run(function, world_size)")
+        raise RuntimeError(NO_RANKS)
     if dist.get_rank(group) < 0:
         raise RuntimeError(f"this rank, {dist.get_rank()} of the world, is not in group=: wrap the "
                            "model on the ranks of the group alone")

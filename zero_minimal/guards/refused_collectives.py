@@ -1,6 +1,6 @@
-"""A collective is refused before it sends anything: on a rank that is not in its group, with an
-unknown op or sizes that do not fit, and in a process that was forked from a rank. That one shares
-the rank's connections, and its messages would mix with the rank's.
+"""A collective is refused before it sends anything: without ranks, on a rank that is not in its
+group, with an unknown op or sizes that do not fit, and in a process that was forked from a rank.
+That one shares the rank's connections, and its messages would mix with the rank's.
 
 Seam: collective. Mistake: at stage 3 a DataLoader's worker, or a process that the user forked,
 calls the model.
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from zero_minimal.core import seams
 from zero_minimal.core.work import Call
 
+NO_RANKS = ("there are no ranks yet: put the program under `with ranks.start():` and start it with "
+            "torchrun, or call it through ranks.run(function, world_size)")
 OPS = {"reduce_scatter": ("sum", "avg"), "all_reduce": ("sum", "avg", "max")}
 
 _process_of = weakref.WeakKeyDictionary()  # group: the process that joined it
@@ -21,7 +23,9 @@ _process_of = weakref.WeakKeyDictionary()  # group: the process that joined it
 
 @seams.at("collective")
 def refuse_strangers(moment: str, call: Call) -> None:
-    """Raises: ValueError on a rank that is not in the group."""
+    """Raises: RuntimeError if there are no ranks; ValueError on one that is not in the group."""
+    if call.group is None:
+        raise RuntimeError(NO_RANKS)
     if call.group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{call.name}: this rank, {dist.get_rank()} of the world, is not in "
                          "group=: call it on the ranks of the group alone")

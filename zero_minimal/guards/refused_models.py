@@ -120,7 +120,8 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.dtype != other.dtype or one.is_contiguous() and other.is_contiguous():
         return True
-    places = torch.arange(max(ends) // one.itemsize)  # of the elements in their storage
+    # of the elements in their storage
+    places = torch.arange(max(ends) // one.itemsize, device="cpu")
     taken, asked = (places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
                     for tensor in (one, other))
     return bool(torch.isin(taken.flatten(), asked.flatten()).any())

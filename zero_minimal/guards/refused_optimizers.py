@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from zero_minimal.core import seams
 from zero_minimal.core.layout import same_storage
 from zero_minimal.core.optimizers import update
-from zero_minimal.guards.grad_placeholder import GradPlaceholder
+from zero_minimal.guards.grad_placeholder import GradPlaceholder, has_gradient
 from zero_minimal.guards.same_on_all_ranks import in_numbers
 from zero_minimal.guards.trained_by import called_from
 
@@ -76,7 +76,9 @@ def check_element_wise(
     asked: set[str] = set()
     for kind, gradients in _gradients().items():
         try:
-            whole, in_parts, counted = _tried(optimizer_class, options, group, gradients, asked)
+            with torch.device("cpu"):  # whatever the user's default is
+                whole, in_parts, counted = _tried(
+                    optimizer_class, options, group, gradients, asked)
         except Exception as error:
             raise ValueError(f"{refusal} (its step() on a flat shard, without arguments, {kind}, "
                              f"raised {type(error).__name__}: {error})") from None
@@ -98,7 +100,8 @@ def check_element_wise(
 def _gradients() -> dict[str, list[torch.Tensor]]:
     """Gradients [2, 4, 8] of the trials' steps, for two matrices: by what is found with them."""
     generator = torch.Generator().manual_seed(0)
-    kind = dict(generator=generator, dtype=torch.float32)  # whatever the user's default is
+    # whatever the user's defaults are
+    kind = dict(generator=generator, dtype=torch.float32, device="cpu")
     random = [torch.randn(2, 4, 8, **kind) * 10 ** (step % 3 - 1) for step in range(STEPS)]
     for gradient in random[::2]:  # what is large for one half is not for the other
         gradient[:, 2:] *= 10
@@ -211,8 +214,6 @@ def refuse_in_optimizer(stage) -> None:
 
 
 def refuse_step(optimizer, *_):
-    from zero_minimal.guards.grad_placeholder import has_gradient  # which listens later
-
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
         if not has_gradient(param):  # then torch leaves it alone

@@ -10,6 +10,7 @@ removed from optimizer.param_groups.
 import torch
 
 from zero_minimal.core import seams
+from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards.changed_in_forward import changes_of
 from zero_minimal.guards.collective_fingerprint import LOADED, SCALED
 from zero_minimal.guards.same_on_all_ranks import in_numbers
@@ -48,11 +49,12 @@ def count(reducer) -> None:
     # by group, in words: the rate that the last backward told, and that of the update after it
     reducer.told, reducer.stepped = {}, {}
     if hasattr(reducer.stage, "optimizer"):  # an assignment may make it later
+        # a scheduler keeps the optimizer when the stage is gone
+        reducer.stage.optimizer.register_load_state_dict_post_hook(WeakHook(count_load, reducer))
 
-        def count_load(_):
-            reducer.loads += 1
 
-        reducer.stage.optimizer.register_load_state_dict_post_hook(count_load)
+def count_load(reducer, _) -> None:
+    reducer.loads += 1
 
 
 @seams.at("gradients_reduced")

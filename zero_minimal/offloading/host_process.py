@@ -224,7 +224,8 @@ class Host:
             raise ValueError("bus= is for ranks on CPUs: with a GPU the bus is a real one, and has "
                              "the speed that it has; leave bus= out")
         ours, theirs = host_link.Queues.pair()
-        memory = torch.zeros(2, host_link.BUFFERS, size, dtype=torch.uint8, pin_memory=True)
+        memory = torch.zeros(2, host_link.BUFFERS, size, dtype=torch.uint8, device="cpu",
+                             pin_memory=True)
         self.bus = PinnedBus(ours, memory, 0, device)
         there = PinnedBus(theirs, memory, 1, device)
         threading.Thread(target=_serve, args=(serve, there), daemon=True).start()

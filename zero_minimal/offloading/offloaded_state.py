@@ -62,7 +62,7 @@ class OffloadedState:
         """A copy of one tensor of that state, or of the fp32 master (None), [padded / N]."""
         with self.host.together():
             numel, dtype = self.host.ask("fetch", self.number, name)
-            return self.host.receive_all(torch.empty(numel, dtype=dtype))
+            return self.host.receive_all(torch.empty(numel, dtype=dtype, device="cpu"))
 
     def put(self, master: Tensor, state: dict) -> None:
         """Let the host continue with this master and this state."""
@@ -78,7 +78,7 @@ class OffloadedState:
 
 def stand_in(numel: int, dtype: torch.dtype) -> Tensor:
     """A tensor [numel] in the memory of one element: a NaN, not to compute with."""
-    return torch.full((), float("nan"), dtype=dtype).expand(numel)
+    return torch.full((), float("nan"), dtype=dtype, device="cpu").expand(numel)
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def instead_of_processes(kind: Callable) -> Iterator[list["HostEnd"]]:
 
 def bus_to_host(kind: Callable, size: int) -> Bus:
     """The rank's end of a bus to a new host. size: of a buffer, in bytes."""
-    memory = torch.zeros(2, BUFFERS, size, dtype=torch.uint8)
+    memory = torch.zeros(2, BUFFERS, size, dtype=torch.uint8, device="cpu")
     to_rank: deque = deque()
     there = HostEnd(kind, to_rank, memory)
     return Bus(RankPipe(there, to_rank), memory, 0, None)
