@@ -164,10 +164,10 @@ def test_a_step_is_as_long_as_on_the_slowest_rank():
     assert timing.run_seconds(results) == 3.0, "median of 3, 5 and 2"
 
 
-def test_spread():
+def test_the_spread_of_ratios():
     named = dict(min=1.0, lower_quartile=2.0, median=3.0, upper_quartile=4.0, max=9.0)
-    assert timing.spread([4.0, 1.0, 9.0, 3.0, 2.0]) == named
-    assert set(timing.spread([2.0]).values()) == {2.0}
+    assert timing.ratios([4.0, 2.0, 9.0, 6.0, 1.0], [1.0, 2.0, 1.0, 2.0, 0.5]) == named
+    assert set(timing.ratios([4.0], [2.0]).values()) == {2.0}
 
 
 def test_over_rounds_and_ranks():

@@ -122,9 +122,9 @@ def test_what_ran_beside_what():
 
 
 def test_a_trace_of_the_profiler_can_be_kept(tmp_path):
-    with device_trace.recorded() as recording:
+    with device_trace.recorded() as profiler:
         torch.ones(8).sum()
-    assert recording.work(tmp_path / "trace.json") == []
+    assert device_trace.work_in(profiler, tmp_path / "trace.json") == []
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 

@@ -14,8 +14,7 @@ ALPHA, BETA = 60e-6, 0.4e-9  # seconds, seconds a byte
 
 
 def made_up(change=lambda place, seconds: seconds, alpha=ALPHA, beta=BETA):
-    return [latency_probe.Point(size, change(place, alpha + beta * size))
-            for place, size in enumerate(latency_probe.SIZES)]
+    return [(size, change(place, alpha + beta * size)) for place, size in enumerate(latency_probe.SIZES)]
 
 
 def test_the_line_is_found_again():
@@ -67,8 +66,8 @@ def test_too_few_points_are_refused(points):
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_every_rank_gets_the_times_of_all_sizes(world_size):
     first, *others = toys.run(latency_probe.measure, world_size, rounds=2)
-    assert [point.bytes for point in first] == sorted(latency_probe.SIZES) and len(first) >= 8
-    assert all(0 < point.seconds < 10 for point in first)
+    assert [bytes for bytes, _ in first] == sorted(latency_probe.SIZES) and len(first) >= 8
+    assert all(0 < seconds < 10 for _, seconds in first)
     assert others == [first] * (world_size - 1), "each rank has another result"
     cost = latency_probe.fit(first)
     assert cost.alpha >= 0 and cost.beta >= 0
@@ -77,7 +76,7 @@ def test_every_rank_gets_the_times_of_all_sizes(world_size):
 
 def test_sizes_come_in_order_and_once():
     points = toys.run(latency_probe.measure, 2, sizes=(5000, 1, 300, 1), rounds=1)[0]
-    assert [point.bytes for point in points] == [1, 300, 5000]
+    assert [bytes for bytes, _ in points] == [1, 300, 5000]
 
 
 def refusals():

@@ -93,11 +93,10 @@ def test_trace_and_timeline_add_up(ledger):
         optimizer.zero_grad()
     size = {}
     for event in ledger.trace:  # an allocator that replays it never frees what is not there
-        number = event.storage.number
-        assert (event.bytes < 0) == (number in size)
-        assert event.bytes > 0 or size.pop(number) == -event.bytes
+        assert (event.bytes < 0) == (event.storage in size)
+        assert event.bytes > 0 or size.pop(event.storage) == -event.bytes
         if event.bytes > 0:
-            size[number] = event.bytes
+            size[event.storage] = event.bytes
     assert sum(size.values()) == ledger.total == ledger.timeline[-1].total
     assert ledger.timeline[-1].bytes == ledger.states()
     assert [moment.seconds for moment in ledger.timeline] == sorted(moment.seconds for moment in ledger.timeline)

@@ -8,8 +8,7 @@ from matplotlib.image import imread
 from zero_minimal import __main__ as program
 from zero_minimal.paper import formulas, published
 from zero_minimal.paper.quantities import count
-from zero_minimal.pictures import style
-from zero_minimal.pictures.reproductions import draw_reproduction
+from zero_minimal.pictures import reproductions, style
 from zero_minimal.programs import reproduce, tables
 
 
@@ -53,9 +52,9 @@ def test_cells_of_table_1_from_running_code(few_blocks, tmp_path):
         assert 0 <= cell["padding_bytes"] < 1e6
         assert cell["code_gb"] == pytest.approx(cell["formula_gb"], rel=1e-4)
         assert sum(cell["states"].values()) / 1e9 == cell["code_gb"]
-    text = tables.describe("table1", result)
+    text = tables.describe(tables.table1, result)
     assert "6 of 6 cells agree" in text and "4,011.72" in text and "+0.72" in text
-    assert drawn(draw_reproduction("table1", result), tmp_path)
+    assert drawn(reproductions.draw_table1(result), tmp_path)
 
 
 @pytest.mark.thorough
@@ -63,7 +62,7 @@ def test_a_cell_that_differs_is_marked(few_blocks, monkeypatch):
     monkeypatch.setitem(published.TABLE1["7.5B"], 64, ("31.4", "17.6", "1.88"))
     result = reproduce.table1(sizes=("7.5B",), ranks=(64,))
     assert [cell["agrees"] for cell in result["cells"]] == [True, False, True] and not result["agree"]
-    assert "!" in tables.describe("table1", result)
+    assert "!" in tables.describe(tables.table1, result)
 
 
 @pytest.mark.thorough
@@ -71,9 +70,9 @@ def test_figure_1(few_blocks, tmp_path):
     result = reproduce.figure1()
     assert result["agree"]
     assert [round(sum(bar["states"].values()) / 1e9, 1) for bar in result["bars"]] == [120, 31.4, 16.6, 1.9]
-    text = tables.describe("figure1", result)
+    text = tables.describe(tables.figure1, result)
     assert "3.82x" in text and "7.21x" in text and "112 → 38.5 → 26.25 → 14" in text
-    assert drawn(draw_reproduction("figure1", result), tmp_path)
+    assert drawn(reproductions.draw_figure1(result), tmp_path)
 
 
 def test_the_search_finds_what_fits_and_tries_what_does_not():
@@ -107,8 +106,8 @@ def test_cells_of_table_2_from_running_code(few_blocks, tmp_path):
     assert result["agree"] and len(result["cells"]) == 2
     for cell in result["cells"]:
         assert cell["code"] == pytest.approx(cell["formula"], rel=0.01) and cell["code"] <= cell["formula"]
-    assert "62% to 82%" in tables.describe("table2", result)
-    assert drawn(draw_reproduction("table2", result), tmp_path)
+    assert "62% to 82%" in tables.describe(tables.table2, result)
+    assert drawn(reproductions.draw_table2(result), tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------ figures 2 and 7
@@ -130,10 +129,10 @@ def test_figure_7_in_small(monkeypatch, tmp_path):
         assert bar["cached_gb"] > bar["allocated_gb"] * 0.999
         assert sum(bar["by_category_gb"].values()) == pytest.approx(bar["allocated_gb"])
         assert (bar["host_gb"] > 0) == (bar["config"] == "C5")
-    text = tables.describe("figure7", result)
+    text = tables.describe(tables.figure7, result)
     assert "no bar for C1 (its largest model is 40B; the code" in text and "67.1 GB, and 4.2 GB" in text
     assert "is not known" in text and "What differs" not in text
-    assert drawn(draw_reproduction("figure7", result), tmp_path)
+    assert drawn(reproductions.draw_figure7(result), tmp_path)
 
 
 def test_what_figure_7_rules_out_is_ruled_out():
@@ -159,9 +158,9 @@ def test_figure_2_is_arithmetic_and_says_so(tmp_path):
     assert rows[100]["speed_up_paper"] == pytest.approx(10.2, abs=0.05)
     assert rows[100]["zero_estimate"] > 20 * rows[100]["baseline_estimate"]
     assert any("From 40B on" in note for note in result["notes"])
-    text = tables.describe("figure2", result)
+    text = tables.describe(tables.figure2, result)
     assert "no speed is reproduced here" in text and "39.0" in text and "1.47x" in text
-    assert drawn(draw_reproduction("figure2", result), tmp_path)
+    assert drawn(reproductions.draw_figure2(result), tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------------------- command

@@ -40,8 +40,8 @@ def no_linux(monkeypatch):
 
     for owner, name in ((builtins, "open"), (os, "listdir"), (os, "stat")):
         monkeypatch.setattr(owner, name, hidden(getattr(owner, name)))
-    for owner, name in ((timing, "STATUS"), (timing, "FORGET_PEAK"), (timing, "MACHINE")):
-        monkeypatch.setattr(owner, name, Path("/no/such/proc"))
+    for name in ("FORGET_PEAK", "MACHINE"):
+        monkeypatch.setattr(timing, name, Path("/no/such/proc"))
     for name in ("sched_setaffinity", "sched_getaffinity", "sched_setscheduler", "SCHED_BATCH"):
         monkeypatch.delattr(os, name, raising=False)
     monkeypatch.setattr(sys, "platform", "darwin")

@@ -85,12 +85,12 @@ def test_the_tables_of_the_paper_fit():
            "by_category_gb": dict.fromkeys((*formulas.STATES, "activations", "buffers"), 100.25), "host_gb": 33.31}
     states = dict.fromkeys(formulas.STATES, 1e12)
     results = {
-        "table1": {"cells": [cell(stage=stage) for stage in (1, 2, 3)]},
-        "figure1": {"bars": [{"stage": 0, "states": states, "formula": states, "paper": "120"}]},
-        "table2": {"cells": [{"model_parallel": 16, "stage": 3, "ranks": 1024, "paper": 2048, "formula": 2.048e12,
-                              "code": 2.0471e12, "runs": 12, "agrees": False, "paper_measured": 121.6}]},
-        "figure7": {"bars": [bar, bar | {"paper_cached_gb": None}]},
+        tables.table1: {"cells": [cell(stage=stage) for stage in (1, 2, 3)]},
+        tables.figure1: {"bars": [{"stage": 0, "states": states, "formula": states, "paper": "120"}]},
+        tables.table2: {"cells": [{"model_parallel": 16, "stage": 3, "ranks": 1024, "paper": 2048, "formula": 2.048e12,
+                                   "code": 2.0471e12, "runs": 12, "agrees": False, "paper_measured": 121.6}]},
+        tables.figure7: {"bars": [bar, bar | {"paper_cached_gb": None}]},
     }
-    for name, result in results.items():
-        assert_fits(report.fitted(tables.describe(name, result | {"notes": ["note " * 40]})))
-    assert_fits(report.fitted(tables.describe("figure2", reproduce.figure2())))
+    for tell, result in results.items():
+        assert_fits(report.fitted(tables.describe(tell, result | {"notes": ["note " * 40]})))
+    assert_fits(report.fitted(tables.describe(tables.figure2, reproduce.figure2())))

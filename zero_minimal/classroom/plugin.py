@@ -202,7 +202,7 @@ class Grading:
             message = self.functions.judge(message, step)
             later = needs(message, step, self.config.submission.lesson.steps) > step
             if 0 < needs(message) <= step or not (report.passed or later) and self.late.again(
-                    step, call.excinfo.value, message):
+                    call.excinfo.value, message):
                 self.over.setdefault(step, message)
             self._tell(test=item.nodeid, passed=report.passed, message=message)
         return report
@@ -254,7 +254,7 @@ class Late:
     def __init__(self):
         self.errors, self.times = [], {}  # errors; {lines: count}
 
-    def again(self, step: int, error: BaseException, message: str) -> bool:
+    def again(self, error: BaseException, message: str) -> bool:
         """Whether to give up on the step: tests timed out at these lines twice, or once before in an earlier step."""
         lines = tuple(re.findall(r"line \d+ of .*", message))
         if not isinstance(error, TimeoutError) or not lines or any(error is known for known in self.errors):

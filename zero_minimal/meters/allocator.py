@@ -283,7 +283,6 @@ LETTERS = {"scalars": "s", "other": "x"} | {name: name[0] for name in CATEGORIES
 class Request:
     """Replaces the ledger's Storage in an Event of a recorded trace."""
 
-    number: int
     category: str
     bytes: int
 
@@ -308,7 +307,7 @@ def unpacked(record: dict) -> list[Event]:
     trace, asked = [], []
     for request in record["requests"]:
         if request > 0:
-            asked.append(Request(len(asked) + 1, names[record["categories"][len(asked)]], request))
+            asked.append(Request(names[record["categories"][len(asked)]], request))
             trace.append(Event(0.0, asked[-1], request, "recorded"))
         else:
             trace.append(Event(0.0, asked[-request - 1], -asked[-request - 1].bytes, "recorded"))

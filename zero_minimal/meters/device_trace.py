@@ -1,8 +1,8 @@
 """Device trace: what a GPU did at which time, from torch's profiler, and how much two kinds of work overlapped.
 
-    with recorded() as recording:
+    with recorded() as profiler:
         ...                                    # a step or two
-    work = recording.work(path)                # path: where to save the trace, for Perfetto (https://ui.perfetto.dev)
+    work = work_in(profiler, path)             # path: where to save the trace, for Perfetto (https://ui.perfetto.dev)
     hidden(copies(work), computation(work))    # the share of the copies' time in which the GPU also computed
 """
 
@@ -22,45 +22,37 @@ KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Work(NamedTuple):
-    """One kernel or copy: its times in seconds of the profiler's clock, and its stream."""
+    """One kernel or copy: its times are in seconds of the profiler's clock."""
 
     kind: str
     name: str
     start: float
     end: float
-    stream: int
-
-
-class Recording:
-    """A finished profile."""
-
-    def __init__(self, profiler: profile):
-        self.profiler = profiler
-
-    def work(self, path: str | Path | None = None) -> list[Work]:
-        """What the GPU did, sorted by start. `path`: where the whole trace is saved; it ends with .json."""
-        with tempfile.TemporaryDirectory() as folder:
-            kept = Path(path) if path else Path(folder) / "trace.json"
-            self.profiler.export_chrome_trace(str(kept))
-            return work_of(json.loads(kept.read_text(encoding="utf-8", errors="replace")))
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[Recording]:
+def recorded() -> Iterator[profile]:
     """A context whose work is recorded, also on the GPU if there is one."""
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=kinds) as profiler:
-        yield Recording(profiler)
+        yield profiler
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
 
+def work_in(profiler: profile, path: str | Path | None = None) -> list[Work]:
+    """What the GPU did, from a finished profile. `path`: where the whole trace is saved; it ends with .json."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(path) if path else Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(kept))
+        return work_of(json.loads(kept.read_text(encoding="utf-8", errors="replace")))
+
+
 def work_of(trace: dict) -> list[Work]:
-    """What the GPU did, from a trace in Chrome's format (times in microseconds)."""
+    """What the GPU did, sorted by start, from a trace in Chrome's format (times in microseconds)."""
     events = (event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in KINDS)
     return sorted(
-        (Work(event["cat"], event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6,
-              event.get("args", {}).get("stream", -1)) for event in events),
+        (Work(event["cat"], event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in events),
         key=lambda work: work.start,
     )
 

@@ -24,13 +24,6 @@ SIZES = tuple(8 * 4**power for power in range(11))  # bytes: 8, 32, 128, … 8 M
 THROWS = 3  # round trips in a row: the caches are cold in the first one
 
 
-class Point(NamedTuple):
-    """One size, and the seconds a message of it takes from one rank to the other."""
-
-    bytes: int
-    seconds: float
-
-
 class Cost(NamedTuple):
     """The straight line through the points: alpha is in seconds a message, beta in seconds a byte."""
 
@@ -50,8 +43,9 @@ class Cost(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- on the ranks
 
 
-def measure(sizes: Iterable[int] = SIZES, rounds: int = 20) -> list[Point]:
-    """Rank 0 and rank 1 exchange messages; every rank gets the points, from the smallest size to the largest.
+def measure(sizes: Iterable[int] = SIZES, rounds: int = 20) -> list[tuple[int, float]]:
+    """Rank 0 and rank 1 exchange messages; every rank gets the points (bytes, seconds), from the smallest size to the
+    largest.
 
     All ranks call it. Ranks above 1 wait meanwhile. The tensors are on the CPU.
 
@@ -72,7 +66,7 @@ def measure(sizes: Iterable[int] = SIZES, rounds: int = 20) -> list[Point]:
         for _, (place, ball) in itertools.product(range(rounds), enumerate(balls)):
             best[place] = min(best[place], *(_throw(ball) for _ in range(THROWS)))
     dist.broadcast(best, 0)  # the others wait here; rank 1's own times include waiting for rank 0
-    return [Point(size, seconds) for size, seconds in zip(sizes, best.tolist(), strict=True)]
+    return list(zip(sizes, best.tolist(), strict=True))
 
 
 def _throw(ball: Tensor) -> float:

@@ -56,9 +56,8 @@ UNOWNED = ("buffers", "activations", "other")  # guessed from the phase at birth
 
 @dataclass(eq=False)
 class Storage:
-    """Memory that one or more tensors share. `number` counts births from 1; `bytes` is the size now."""
+    """Memory that one or more tensors share. `bytes` is the size now."""
 
-    number: int
     device: torch.device
     category: str
     bytes: int
@@ -97,7 +96,6 @@ class Ledger(TorchDispatchMode):
         self.device = device
         self.trace: list[Event] = []
         self._alive: dict[int, Storage] = {}  # keyed by the address of the storage's C++ object
-        self._births = 0
         self._owners = Owners()
         self._hooks: list = []  # handles of our hooks on parameters' gradients
         self._started = time.perf_counter()
@@ -224,10 +222,9 @@ class Ledger(TorchDispatchMode):
         handle = tensor.untyped_storage()
         storage = self._find(handle)
         if storage is None:
-            self._births += 1
             address = handle._cdata
             reference = weakref.ref(handle, lambda _: self._open and self._die(address))
-            storage = Storage(self._births, tensor.device, category or self._category_at_birth(), 0, reference)
+            storage = Storage(tensor.device, category or self._category_at_birth(), 0, reference)
             self._alive[address] = storage
         self._set_size(storage, handle.nbytes(), what)
         return storage

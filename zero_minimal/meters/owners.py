@@ -86,6 +86,11 @@ def strided_tensors(value) -> Iterator[torch.Tensor]:
             yield from strided_tensors(part)
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Which memory a tensor uses: the address of its storage's C++ object, the same for all views."""
+    return tensor.untyped_storage()._cdata
+
+
 def _is_smaller(tensor: torch.Tensor) -> bool:
     """Whether a tensor has less storage than elements: one element replaces a parameter that stage 3 has released, or a
     gradient that was passed on."""

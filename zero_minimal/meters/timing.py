@@ -21,12 +21,13 @@ import torch.distributed as dist
 
 from zero_minimal.meters.observer import Observer
 from zero_minimal.meters.traffic import wire_bytes
+from zero_minimal.offloading.offloaded_state import in_status
 from zero_minimal.processes import ranks
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 
 # Linux only; on other systems these figures are unknown
-STATUS, FORGET_PEAK, MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/stat")
+FORGET_PEAK, MACHINE = Path("/proc/self/clear_refs"), Path("/proc/stat")
 
 
 def time_steps(stage_class, settings: Settings, warm_up: int, *, one_by_one: bool = True, **options) -> dict:
@@ -128,14 +129,14 @@ def start_of_memory(device: torch.device) -> int | None:
         return torch.cuda.memory_reserved()
     try:
         FORGET_PEAK.write_text("5")  # resets VmHWM to VmRSS
-        return _status("VmRSS")
+        return in_status("VmRSS")["VmRSS"]
     except OSError:
         return None
 
 
 def peak_of_memory(device: torch.device) -> int:
     """The most bytes that this rank held since start_of_memory()."""
-    return torch.cuda.max_memory_reserved() if device.type == "cuda" else _status("VmHWM")
+    return torch.cuda.max_memory_reserved() if device.type == "cuda" else in_status("VmHWM")["VmHWM"]
 
 
 def machine_seconds() -> float | None:
@@ -145,11 +146,6 @@ def machine_seconds() -> float | None:
     except OSError:
         return None
     return (int(user) + int(nice) + int(system) + int(stolen)) / os.sysconf("SC_CLK_TCK")
-
-
-def _status(field: str) -> int:
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
 
 
 # ------------------------------------------------------------------------------------------------------ what times tell
@@ -164,12 +160,9 @@ def run_seconds(results: list[dict]) -> float:
 
 
 def ratios(own: list[float], theirs: list[float]) -> dict[str, float]:
-    """The spread of own / theirs, round by round. own, theirs: [round]."""
-    return spread([mine / other for mine, other in zip(own, theirs, strict=True)])
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """{"min", "lower_quartile", "median", "upper_quartile", "max"}; for a single value, all are that value."""
+    """The spread of own / theirs, round by round: {"min", "lower_quartile", "median", "upper_quartile", "max"}; for a
+    single round, all are its ratio. own, theirs: [round]."""
+    values = [mine / other for mine, other in zip(own, theirs, strict=True)]
     quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return dict(zip(("min", "lower_quartile", "median", "upper_quartile", "max"),
                     (min(values), *quartiles, max(values)), strict=True))

@@ -27,6 +27,7 @@ import threading
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
 from zero_minimal.core.work import Call
@@ -183,11 +184,7 @@ def wire_bytes(*, quiet: bool = False) -> int | None:
 
 def _bytes(argument) -> int:
     """Bytes of a tensor, or of all tensors in (nested) lists of them."""
-    if isinstance(argument, torch.Tensor):
-        return argument.numel() * argument.element_size()
-    if isinstance(argument, (list, tuple)):
-        return sum(map(_bytes, argument))
-    return 0
+    return sum(tensor.numel() * tensor.element_size() for tensor in filter(torch.is_tensor, tree_leaves(argument)))
 
 
 def _group_size(args) -> int:

@@ -77,7 +77,7 @@ def writers(masks: list[dict[str, list]]) -> dict[str, list]:
     return found
 
 
-def draw_written(maps: dict[str, Sequence[Sequence[int]]], world_size: int, title: str = "") -> Figure:
+def draw_written(maps: dict[str, Sequence[Sequence[int]]], world_size: int, title: str) -> Figure:
     """A panel for each parameter, a cell for each element, coloured by the rank that wrote it.
 
     Args: maps, {parameter: [row][column], the number of the rank, -1 for none, -2 for several}.
@@ -106,8 +106,7 @@ def draw_written(maps: dict[str, Sequence[Sequence[int]]], world_size: int, titl
     kinds |= {"nobody": Patch(facecolor=NOBODY)} if -1 in found else {}
     kinds |= {"several ranks": Patch(facecolor=MANY)} if -2 in found else {}
     style.legend_outside(result, kinds)
-    if title:
-        result.suptitle(title, fontsize=11)
+    result.suptitle(title, fontsize=11)
     return result
 
 

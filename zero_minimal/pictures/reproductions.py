@@ -1,4 +1,5 @@
-"""Reproductions: the paper's tables and figures, drawn from the results of `python -m zero_minimal reproduce`."""
+"""Reproductions: the paper's tables and figures, drawn from the results of `python -m zero_minimal reproduce`
+(programs/reproduce.py)."""
 
 from matplotlib.figure import Figure
 
@@ -8,11 +9,6 @@ from zero_minimal.pictures import style
 
 STAGE_NAMES = ("data parallel", *STAGES)
 PAPER = {"color": "black", "linestyle": "none", "marker": "x", "markersize": 9, "markeredgewidth": 1.6}
-
-
-def draw_reproduction(name: str, result: dict) -> Figure:
-    """The picture of a table or figure. `name` and `result` as in programs/reproduce.py."""
-    return REPRODUCTIONS[name](result)
 
 
 def draw_table1(result: dict) -> Figure:
@@ -127,9 +123,3 @@ def draw_figure7(result: dict) -> Figure:
         style.legend(axis, columns=2, headroom=0.22)
     picture.suptitle("Figure 7: the code of C1 to C5 on fake tensors, beside the paper's bars", fontsize=14)
     return picture
-
-
-REPRODUCTIONS = {
-    "table1": draw_table1, "table2": draw_table2,
-    "figure1": draw_figure1, "figure2": draw_figure2, "figure7": draw_figure7,
-}

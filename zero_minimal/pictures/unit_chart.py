@@ -14,7 +14,6 @@ LOOK_OF: dict[str, tuple[style.Look, str]] = {  # of the states of meters/unit_t
 }
 RAIL = 0.16  # the shard's part of a line's height
 GAP = 0.6  # between forward, backward and the end
-WORDS = {"forward": "forward", "backward": "backward", "evaluation": "evaluation", "end": ""}
 
 
 def draw_conveyor(records: dict[str, dict]) -> Figure:

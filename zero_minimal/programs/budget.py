@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.core.mesh import make_mesh
 from zero_minimal.meters.memory import Ledger
-from zero_minimal.meters.owners import strided_tensors
+from zero_minimal.meters.owners import address_of, strided_tensors
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper.bound import Bound, need
 from zero_minimal.paper.fakes import new_tensors_in, without_values
@@ -124,10 +124,9 @@ class Score:
         return None if self.counts is None or not self.bound else self.counts / self.bound - 1
 
 
-def simulated(track: Track, build: Callable | None = None, stage: int = 3, watch: Callable | None = None) -> Figures:
-    """Simulate rank 0 of a track's model under a system or a stage. `watch`: a context around it (system_rules.py)."""
-    choices = {"build": build, "name": "system"} if build else {"stage": stage}
-    report = simulate(track.case(**choices), around=watch).report
+def simulated(track: Track, build: Callable, watch: Callable | None = None) -> Figures:
+    """Simulate rank 0 of a track's model under a system. `watch`: a context around it (system_rules.py)."""
+    report = simulate(track.case(build=build, name="system"), around=watch).report
     memory, sent = report["memory"], report["traffic"]["sent_bytes"] - round(bound(track).others)
     return Figures(memory["peak_of_all"], memory["construction_peak"], sent, memory["host"])
 
@@ -231,15 +230,15 @@ class Reads(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module, ledger: Ledger):
         super().__init__()
         self.ledger = ledger
-        self.sizes = {_place(param): param.nbytes for param in model.parameters()}
+        self.sizes = {address_of(param): param.nbytes for param in model.parameters()}
         self.times: dict[int, list[int]] = {place: [] for place in self.sizes}
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **kwargs or {})
-        made = {_place(tensor) for tensor in strided_tensors(result)}
+        made = {address_of(tensor) for tensor in strided_tensors(result)}
         for tensor in strided_tensors((args, list((kwargs or {}).values()))):
-            if _place(tensor) in self.times and _place(tensor) not in made:
-                self.times[_place(tensor)].append(len(self.ledger.trace))
+            if address_of(tensor) in self.times and address_of(tensor) not in made:
+                self.times[address_of(tensor)].append(len(self.ledger.trace))
         return result
 
     def live(self, moments: int) -> list[int]:
@@ -250,10 +249,6 @@ class Reads(TorchDispatchMode):
                 change[min(times[0], moments)] += self.sizes[place]
                 change[min(times[-1], moments)] -= self.sizes[place]
         return list(accumulate(change[:-1]))
-
-
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 @functools.cache

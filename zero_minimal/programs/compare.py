@@ -10,7 +10,6 @@ import sys
 
 from zero_minimal.paper import formulas
 from zero_minimal.paper.quantities import plural
-from zero_minimal.pictures import style
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
 from zero_minimal.pictures.offload_chart import draw_offloaded
 from zero_minimal.processes import ranks
@@ -176,10 +175,7 @@ def main(arguments: list[str]) -> None:
         rows = run_all(settings, flags.ranks, flags.device)
         words, draw = describe(rows), lambda rows: draw_comparison(rows, agreement(rows))
     report.say(words)
-    if flags.json:
-        report.write_json({"rows": rows}, flags.json)
-    if flags.plot:
-        style.save(draw(rows), flags.plot)
+    report.keep(flags, {"rows": rows}, lambda: draw(rows))
 
 
 def check(parser: Parser, flags: argparse.Namespace) -> None:

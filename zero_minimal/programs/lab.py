@@ -11,7 +11,7 @@
     lab.train(stage, …)        really trains, here       → Run: losses, memory, peak, traffic, seconds
     lab.simulate(stage, …)     one rank of many, without values, but with exact bytes    → Run
     lab.published(name)        what the paper printed
-    with lab.watch() as seen:  what this rank sends and holds while other code runs    → Seen
+    with lab.watch() as seen:  what this rank sends while other code runs    → Seen
     lab.arguments(zero=…)      arguments for train(), as the trainer of a library takes them
     lab.peak, lab.reset_peak() a meter like a GPU's: it only rises until it is reset
     lab.journal                what ran, in order
@@ -39,7 +39,6 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_minimal.meters.events import Events, by_phase
-from zero_minimal.meters.memory import Ledger, Moment
 from zero_minimal.meters.observer import Observer
 from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
 from zero_minimal.paper import published
@@ -48,6 +47,7 @@ from zero_minimal.programs import simulated
 from zero_minimal.programs.offload_flags import Offload
 from zero_minimal.programs.registry import CONTENDERS, STAGES
 from zero_minimal.programs.setting import Setting
+from zero_minimal.programs.simulation import on_device
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 
@@ -106,7 +106,6 @@ class Seen:
     collectives: dict[str, dict] = field(default_factory=dict)  # {name: {"calls", "bytes"}}
     sent: int = 0  # what a ring sends for these collectives
     wire: int | None = None  # what this process wrote, by the system's count
-    peak: int = 0  # peak bytes of tensors born inside
 
 
 @dataclass
@@ -263,15 +262,11 @@ class Lab:
     @contextlib.contextmanager
     def watch(self) -> Iterator[Seen]:
         """Measure the code that runs inside."""
-        seen, ledger, meter = Seen(), Ledger(self.rank.device.type), TrafficMeter()
-        had_written = written()
-        with meter, ledger, Events(modules=True) as events:
-            before = ledger.total
-            ledger.reset()
+        seen, meter, had_written = Seen(), TrafficMeter(), written()
+        with meter, Events(modules=True) as events:
             yield seen
         seen.collectives, seen.sent = meter.collectives, meter.sent_bytes
         seen.wire = None if had_written is None else written() - had_written
-        seen.peak = max(ledger.peak.total - before, 0)
         payload = {name: each["bytes"] for name, each in seen.collectives.items()}
         self.journal.append({"kind": "watch", "modules": " ".join(sorted(events.ran)), **payload})
 
@@ -290,8 +285,3 @@ def written() -> float | None:
             if line.startswith("wchar:"):
                 return int(line.split()[1])
     return wire_bytes(quiet=True)
-
-
-def on_device(moment: Moment) -> int:
-    """Bytes alive, without what existed before: the text, models of earlier runs."""
-    return moment.total - moment.bytes["other"]

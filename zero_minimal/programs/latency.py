@@ -7,7 +7,6 @@ regenerates the figures of lesson 00, whose page takes them from that file (test
 
 from zero_minimal.meters import latency_probe
 from zero_minimal.paper.quantities import size_text
-from zero_minimal.pictures import style
 from zero_minimal.pictures.latency_chart import draw_latency, time_text
 from zero_minimal.processes import ranks
 from zero_minimal.programs import progress, report
@@ -54,7 +53,4 @@ def main(arguments: list[str]) -> None:
     progress.announce("starting 2 ranks …")
     result = run()
     report.say(describe(result))
-    if flags.json:
-        report.write_json(result, flags.json)
-    if flags.plot:
-        style.save(draw_latency(result["points"], result["alpha"], result["beta"]), flags.plot)
+    report.keep(flags, result, lambda: draw_latency(result["points"], result["alpha"], result["beta"]))

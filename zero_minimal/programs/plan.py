@@ -10,7 +10,6 @@ from zero_minimal.paper import formulas
 from zero_minimal.paper.hardware import GPUS, NETWORK
 from zero_minimal.paper.moments import CHECKPOINTS
 from zero_minimal.paper.quantities import count_text, plural, seconds_text, size, size_text, size_unit
-from zero_minimal.pictures import style
 from zero_minimal.pictures.plan_chart import draw_plan
 from zero_minimal.programs import deepspeed_written, plan_markdown, report
 from zero_minimal.programs.models import add_flags, chosen, sizes_text
@@ -27,7 +26,7 @@ def describe(told: dict, hardware: str = "") -> str:
     return "\n".join((
         "", heading(told, hardware), *map(paragraph, options(told)),
         "", report.table(state_rows(told)), "", state_notes(told),
-        "", report.table(step_rows(told)), "", verdict(told), "", step_notes(told),
+        "", report.table(step_rows(told)), "", verdict(told), "", step_notes(),
         "", activation_notes(told),
         "", time_notes(told), "", report.table(time_rows(told)),
         *(["", offload_notes(told["offload"])] if "offload" in told else []),
@@ -115,7 +114,7 @@ def step_rows(told: dict) -> list[list[str]]:
     return rows
 
 
-def step_notes(told: dict) -> str:
+def step_notes() -> str:
     """The meaning of the columns, and what they leave out."""
     return paragraph(
         "Passing: parameters and gradients that are whole for a moment (units at stage 3, gradients before they are "
@@ -331,7 +330,4 @@ def main(arguments: list[str]) -> None:
         asked.error(str(error))
     shown = plan_markdown.of_plan if flags.markdown else describe
     print(shown(told, "" if flags.memory else flags.hardware) + written)
-    if flags.json:
-        report.write_json(told, flags.json)
-    if flags.plot:
-        style.save(draw_plan(told), flags.plot)
+    report.keep(flags, told, lambda: draw_plan(told))

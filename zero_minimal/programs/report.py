@@ -1,10 +1,11 @@
 """Report: a run's measurements, as tables for a reader and as JSON for a program."""
 
+import argparse
 import contextlib
 import json
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from zero_minimal.paper import formulas
@@ -16,6 +17,16 @@ from zero_minimal.programs.words import COLUMNS
 def write_json(content: dict, path: str | Path) -> None:
     """Write JSON."""
     write(json.dumps(content, indent=1, ensure_ascii=False) + "\n", Path(path))
+
+
+def keep(flags: argparse.Namespace, content: dict, draw: Callable) -> None:
+    """Write the files that --json and --plot name: the content, and the picture that draw() returns."""
+    if flags.json:
+        write_json(content, flags.json)
+    if flags.plot:
+        from zero_minimal.pictures import style  # imports matplotlib, which most runs do not need
+
+        style.save(draw(), flags.plot)
 
 
 def write(text: str, path: Path) -> None:

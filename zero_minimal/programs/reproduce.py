@@ -19,8 +19,7 @@ from zero_minimal.paper import formulas, published
 from zero_minimal.paper.moments import Work
 from zero_minimal.paper.quantities import count
 from zero_minimal.paper.shapes import VOCABULARY, parameter_count, shape_for
-from zero_minimal.pictures import style
-from zero_minimal.pictures.reproductions import draw_reproduction
+from zero_minimal.pictures import reproductions, style
 from zero_minimal.processes import interrupts
 from zero_minimal.programs import progress, report, tables
 from zero_minimal.programs.cases import Case
@@ -113,11 +112,9 @@ def _times(bars: list[dict], stage: int) -> str:
 # -------------------------------------------------------------------------------------------------------------- Table 2
 
 
-def table2(groups=tuple(published.TABLE2), stages=range(4), ranks: int = 64, device_bytes: float = published.DEVICE,
-           processes: int = 0) -> dict:
+def table2(groups=tuple(published.TABLE2), stages=range(4), processes: int = 0) -> dict:
     """The largest model whose states fit on a device: paper, formula, and a search over runs. {"cells", "notes"}."""
-    keys = [(parallel, stage, ranks, device_bytes) for parallel, stage in product(groups, stages)]
-    cells = run_all(table2_cell, keys, processes, "Table 2")
+    cells = run_all(table2_cell, list(product(groups, stages)), processes, "Table 2")
     shares = [float(got) / float(stated[stage]) for stated, measured in published.TABLE2.values()
               for stage, got in enumerate(measured)]
     return {"cells": cells, "agree": all(cell["agrees"] for cell in cells), "notes": [
@@ -130,12 +127,12 @@ def table2(groups=tuple(published.TABLE2), stages=range(4), ranks: int = 64, dev
     ]}
 
 
-def table2_cell(parallel: int, stage: int, ranks: int, device_bytes: float) -> dict:
+def table2_cell(parallel: int, stage: int) -> dict:
     """One cell: the search."""
-    printed = published.TABLE2[parallel][0][stage]
-    formula = formulas.largest_model(stage, device_bytes, ranks, "fp16", parallel)
+    printed, ranks = published.TABLE2[parallel][0][stage], 64
+    formula = formulas.largest_model(stage, published.DEVICE, ranks, "fp16", parallel)
     fitting, runs = search(lambda parameters: sum(states_of(states_case(parameters, stage, ranks, parallel)).values()),
-                           formula, device_bytes)
+                           formula, published.DEVICE)
     measured = published.TABLE2[parallel][1]
     return {
         "model_parallel": parallel, "stage": stage, "ranks": ranks * parallel, "paper": float(printed),
@@ -274,7 +271,13 @@ def run_all(function, keys: list[tuple], processes: int, name: str) -> list:
 
 # ------------------------------------------------------------------------------------------------------------- command
 
-MAKERS = {"table1": table1, "table2": table2, "figure1": figure1, "figure2": figure2, "figure7": figure7}
+MAKERS = {  # {name: (compute, tell, draw)}
+    "table1": (table1, tables.table1, reproductions.draw_table1),
+    "table2": (table2, tables.table2, reproductions.draw_table2),
+    "figure1": (figure1, tables.figure1, reproductions.draw_figure1),
+    "figure2": (figure2, tables.figure2, reproductions.draw_figure2),
+    "figure7": (figure7, tables.figure7, reproductions.draw_figure7),
+}
 
 
 def main(arguments: list[str]) -> None:
@@ -292,10 +295,11 @@ def main(arguments: list[str]) -> None:
     flags = parser.parse_args(arguments)
     results = {}
     for name in MAKERS if flags.what == "all" else (flags.what,):
-        results[name] = MAKERS[name](processes=flags.processes)
-        report.say(tables.describe(name, results[name]))
+        compute, tell, draw = MAKERS[name]
+        results[name] = compute(processes=flags.processes)
+        report.say(tables.describe(tell, results[name]))
         if flags.json:  # after each one, before its picture, so that results are not lost
             report.write_json(results, flags.json)
         if flags.plot:
             file = flags.plot.with_stem(f"{flags.plot.stem}-{name}") if flags.what == "all" else flags.plot
-            style.save(draw_reproduction(name, results[name]), file)
+            style.save(draw(results[name]), file)

@@ -16,7 +16,6 @@ from torch.optim import AdamW
 from zero_minimal.paper import formulas
 from zero_minimal.paper.moments import BUCKET as DEFAULT
 from zero_minimal.paper.quantities import plural, size, size_text, size_unit
-from zero_minimal.pictures import style
 from zero_minimal.pictures.plan_chart import draw_simulation
 from zero_minimal.programs import plan_markdown, progress, report
 from zero_minimal.programs.cases import BUCKETS, Budget, Case, phases
@@ -186,10 +185,7 @@ def main(arguments: list[str]) -> None:
     except ValueError as error:
         asked.error(f"{place_of(error, flags.stage)}{error}")
     print(plan_markdown.of_simulation(simulation.report) if flags.markdown else describe(simulation))
-    if flags.json:
-        report.write_json(simulation.report, flags.json)
-    if flags.plot:
-        style.save(draw_simulation(simulation), flags.plot)
+    report.keep(flags, simulation.report, lambda: draw_simulation(simulation))
 
 
 def parser() -> Parser:

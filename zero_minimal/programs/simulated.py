@@ -18,7 +18,6 @@ from zero_minimal.programs.cases import Case
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPTConfig
 
-ENDLESS = 2**62  # bytes of an unlimited device
 OF_CASE = ("batch", "dtype", "model_parallel", "config", "offload", "bucket_bytes", "steps")
 OF_MODEL = ("parameters", "layers", "hidden", "heads", "vocabulary", "sequence", "recompute")
 _host: Host | None = None  # of this process, if started
@@ -85,7 +84,7 @@ def figures(case: Case, cached: bool) -> dict:
         "peak": memory["peak"], "at_peak": memory["peak_by_category"],
         "kept": between.bytes["activations"], "collectives": found["traffic"]["collectives"],
         "sent": found["traffic"]["sent_bytes"],
-        "cached": replay(run.trace, CachingAllocator(ENDLESS)).peak_reserved if cached else None,
+        "cached": replay(run.trace, CachingAllocator(2**62)).peak_reserved if cached else None,
     }
 
 

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_minimal.core.mesh import make_mesh
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.paper.fakes import new_tensors_in
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.programs import system_watch
 from zero_minimal.programs.budget import Track, bound, simulated
@@ -145,13 +146,8 @@ def _steps(model: nn.Module, zero, mesh, steps: Iterable[int] = range(STEPS)) ->
 
 def twin_model(mesh, meta: bool) -> nn.Module:
     """The twin, in bf16. The parameters' names seed its values, so they are the same wherever they are drawn."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta" if meta else "cpu"):
-            model = ParallelGPT(SMALL, mesh.model_group) if mesh else GPT(SMALL)
-    finally:
-        torch.set_default_dtype(before)
+    with new_tensors_in(torch.bfloat16), torch.device("meta" if meta else "cpu"):
+        model = ParallelGPT(SMALL, mesh.model_group) if mesh else GPT(SMALL)
     names = {param: name for name, param in model.named_parameters()}
     alike = set(model.replicated()) if mesh else set(names)
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.core import seams
 from zero_minimal.meters.memory import resizes_reported
-from zero_minimal.meters.owners import strided_tensors
+from zero_minimal.meters.owners import address_of, strided_tensors
 
 USED = {"abc", "bisect", "collections", "contextlib", "copy", "dataclasses", "functools", "heapq", "itertools", "math",
         "operator", "torch", "typing", "weakref", "zero_minimal", "__future__"}
@@ -152,7 +152,7 @@ class Gathered(TorchDispatchMode):
         inputs = list(strided_tensors((list(args), list((kwargs or {}).values()))))
         result = operator(*args, **kwargs or {})
         read, made = _places(inputs), _places(result)
-        self.of |= {_place(tensor): self.names[id(tensor)] for tensor in inputs if id(tensor) in self.names}
+        self.of |= {address_of(tensor): self.names[id(tensor)] for tensor in inputs if id(tensor) in self.names}
         if operator.namespace == "c10d":
             self.fresh |= read
         elif not made & read:
@@ -163,12 +163,12 @@ class Gathered(TorchDispatchMode):
         return result
 
     def _check(self, operator, tensor: torch.Tensor) -> None:
-        name = self.of.get(_place(tensor))
+        name = self.of.get(address_of(tensor))
         if name is None or self.fault or self.steps == 0 or operator.overloadpacket.__name__ not in READERS:
             return
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize:
             self.fault = f"{name} is read by {operator} after its memory was freed, before it was gathered again"
-        elif _place(tensor) not in self.fresh:
+        elif address_of(tensor) not in self.fresh:
             self.fault = (f"{name} is read by {operator}, and no collective has brought it since the last step: other "
                           "ranks have changed their parts of it")
 
@@ -176,9 +176,5 @@ class Gathered(TorchDispatchMode):
 READERS = ("mm", "addmm", "bmm", "embedding", "native_layer_norm", "native_layer_norm_backward", "linear")
 
 
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _places(tensors) -> set[int]:
-    return {_place(tensor) for tensor in strided_tensors(tensors)}
+    return {address_of(tensor) for tensor in strided_tensors(tensors)}

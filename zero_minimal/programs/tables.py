@@ -1,6 +1,8 @@
 """Tables: the output of `python -m zero_minimal reproduce`. Disagreements with the paper are marked with !. And Figure
 7's notes, which are more than a line."""
 
+from collections.abc import Callable
+
 from zero_minimal.paper import formulas, published
 from zero_minimal.paper.quantities import count_text, size_text
 from zero_minimal.programs import report
@@ -9,9 +11,9 @@ GB = 1e9
 Described = tuple[str, *tuple[list[list[str]], ...]]  # a head, and tables: rows of cells
 
 
-def describe(name: str, result: dict) -> str:
-    """A table with its notes. `name` and `result` as in programs/reproduce.py."""
-    head, *tables = TABLES[name](result)
+def describe(tell: Callable[[dict], Described], result: dict) -> str:
+    """A table with its notes. `tell`: one of the functions below; `result` as in programs/reproduce.py."""
+    head, *tables = tell(result)
     parts = [f"\n{head}", *map(report.table, tables), "\n".join(f"- {note}" for note in result["notes"])]
     return "\n\n".join(parts)
 
@@ -90,9 +92,6 @@ def figure2(result: dict) -> Described:
             f"{row['baseline_paper']:.1f}",
         ])
     return "Figure 2: its models by arithmetic; TFLOP/s a GPU are the paper's", sizes, zero, baseline
-
-
-TABLES = {"table1": table1, "table2": table2, "figure1": figure1, "figure2": figure2, "figure7": figure7}
 
 
 # ---------------------------------------------------------------------------------------------------- Figure 7 in words

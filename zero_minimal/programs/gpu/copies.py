@@ -104,14 +104,14 @@ def watch_offload(settings: Settings, trace: str) -> list[dict]:
             zero, (batch, following) = warmed(stage, settings, rank, 2)
             bus, meter = zero.host.bus, BusMeter(zero)
             bus.copies = []
-            with device_trace.recorded() as recording:
+            with device_trace.recorded() as profiler:
                 with meter.step():
                     moments = step(zero, batch)
                 loss = zero.model(*following)
                 loss.item()
             crossed = meter.crossed()
             shards = sum(bucket.parameter_shard.nbytes for bucket in zero.buckets)
-            work = recording.work(trace if number == 3 else None)
+            work = device_trace.work_in(profiler, trace if number == 3 else None)
             rows.append({"name": f"stage {number}, offloaded", "sent": crossed["to_host"],
                          "received": crossed["to_device"], "formula": shards,
                          "events": by_events(bus.copies, moments, gpu.of(rank.device)), **hidden_of(work)})
@@ -158,14 +158,15 @@ def watch_checkpoints(settings: Settings) -> list[dict]:
                 zero.zero_grad()
                 meter.synchronize()
                 before = meter.allocated()
-                with device_trace.recorded() as recording:
+                with device_trace.recorded() as profiler:
                     loss = zero.model(*batch)
                 meter.synchronize()
                 between = meter.allocated() - before
                 losses.append(loss.item())
                 loss.backward()
                 zero.step()
-            rows.append({"to_host": to_host, "between": between, "losses": losses, **hidden_of(recording.work())})
+            work = device_trace.work_in(profiler)
+            rows.append({"to_host": to_host, "between": between, "losses": losses, **hidden_of(work)})
             del zero, loss, batch, batches
     return rows
 
@@ -189,9 +190,9 @@ def watch_messages(settings: Settings, trace: str) -> list[dict]:
             zero, (batch,) = warmed(stage, settings, rank, 1)
             gpu.of(rank.device).synchronize()
             torch.distributed.barrier()
-            with device_trace.recorded() as recording:
+            with device_trace.recorded() as profiler:
                 step(zero, batch)
-            work = recording.work(trace if number == 3 and rank.rank == 0 else None)
+            work = device_trace.work_in(profiler, trace if number == 3 and rank.rank == 0 else None)
             sent, kernels = device_trace.messages(work), device_trace.computation(work)
             rows.append({"name": f"stage {number}", "hidden": device_trace.hidden(sent, kernels),
                          "seconds": {"nccl": device_trace.seconds(sent), "kernels": device_trace.seconds(kernels)}})
