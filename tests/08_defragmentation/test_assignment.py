@@ -559,17 +559,19 @@ def kept_by_lot(assignment):
         room = chance.randint(60, 90)
         slab = assignment.Slab(room, dtype)
         live, used, source = [], 0, torch.ones(1, dtype=dtype)
-        for _ in range(80):
+        for number in range(80):
             if used == room or chance.random() < 0.1:
                 slab.reset()
                 live, used, source = [], 0, torch.ones(1, dtype=dtype)
-            kind, left = chance.randrange(6), room - used
+            kind, left = chance.randrange(6) if number > 1 else 3, room - used
             if kind == 0 and live:
                 source, what = chance.choice(live)[0], "a copy that lies in the slab already, "
             elif kind == 1:
                 what = "a tensor that was kept before, "
             elif kind == 2:
                 source, what = torch.randn([1] * chance.randrange(4)), ""
+            elif number == 0:  # all but one element, which comes next
+                source, what = torch.randn(left - 1), ""
             elif kind == 3 and left < 12:
                 source, what = torch.randn([left] if left > 1 else []), ""
             else:

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_minimal.classroom import sandbox
+from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.open_part import FILE, illegal, judge
 from zero_minimal.paper.quantities import size_text
+from zero_minimal.programs import report
 from zero_minimal.programs.budget import TRACKS, Score
+from zero_minimal.workload.settings import output_file
 
 HEAD = ("place", "who", "points", *(f"{track.number} {track.name}" for track in TRACKS), "what was wrong")
 STYLE = ("body{font:16px/1.5 sans-serif;margin:2rem;max-width:75rem}table{border-collapse:collapse}"
@@ -51,6 +54,8 @@ def rows_of(folder: Path, judged=judge, tell=lambda row: None) -> list[Row]:
     for who, file in submissions_in(folder).items():
         try:
             scores = judged(file)
+        except Busy:
+            raise
         except Exception as error:  # one broken submission must not prevent the board
             words = f"it could not be judged: {type(error).__name__}: {error}".splitlines()[0]
             scores = [illegal(track, words) for track in TRACKS]
@@ -133,11 +138,11 @@ WRITERS = {".md": as_markdown, ".html": as_html, ".csv": as_csv}
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: 0, or 2 for a wrong call."""
+    """Exit code: 0, 2 for a wrong call, or 3 where the machine is too busy to judge."""
     parser = argparse.ArgumentParser(prog="python -m zero_minimal board", allow_abbrev=False,
                                      description="A class's table for the budget, part B of lesson 10.")
     parser.add_argument("folder", type=Path, help=f"contains a folder for each learner, with {FILE} in it")
-    parser.add_argument("--write", type=Path, action="append", default=[], metavar="FILE",
+    parser.add_argument("--write", type=output_file, action="append", default=[], metavar="FILE",
                         help="also write the table: FILE.md, FILE.html or FILE.csv; may be given several times")
     options = parser.parse_args(arguments)
     if not options.folder.is_dir():
@@ -151,7 +156,10 @@ def main(arguments: list[str]) -> int:
         rows = rows_of(options.folder, tell=lambda row: print(f"{row.who}: {row.points} of 60", file=sys.stderr))
     except ValueError as error:
         parser.error(str(error))
+    except Busy as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
     print(as_markdown(rows), end="")
     for file in options.write:
-        file.write_text(WRITERS[file.suffix](rows))
+        report.write(WRITERS[file.suffix](rows), file)
     return 0

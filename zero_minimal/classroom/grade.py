@@ -183,7 +183,7 @@ def _calls_of_folder(parser, options, lessons: dict[str, Lesson]) -> list[Call]:
     if single:
         parser.error(f"{single[0]} is for one file, and {options.file} is a folder: name the assignment.py in it")
     folder, calls, unknown = options.file, [], []
-    for file in sorted([*folder.rglob("assignment.py"), *(folder.glob("*.py") if options.lesson else [])]):
+    for file in sorted({*folder.rglob("assignment.py"), *(folder.glob("*.py") if options.lesson else [])}):
         if any(part.startswith(".") for part in file.relative_to(folder).parts):
             continue  # for example .ipynb_checkpoints
         own = file.resolve().parent.name

@@ -16,7 +16,7 @@ ROOMS = ("/zero_minimal/core/", "/zero_minimal/guards/", "/zero_minimal/processe
 _RANK = re.compile(r"^((?:host of )?rank \d+) stands here", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _SENDS = re.compile(r" waited .*\bsend")
-_INSIDE = re.compile(r" at line \d+ of \S+ \((\w+)\): ")  # the function where a rank was
+_INSIDE = re.compile(r" at line \d+ of .+? \((\w+)\): ")  # the function where a rank was
 _WAITS = re.compile(r"\b(wait|recv|send|synchronize)\(")  # functions in C, which have no frame on the stack
 _GLOO = re.compile(r"\[[^\]\[]*\.(?:cc|h):\d+\] *")  # places in gloo's source
 _CUT = re.compile(r"RuntimeError: .*Connection (?:closed|reset) by peer.*")
@@ -59,11 +59,16 @@ def of_failure(error: Exception, path: str) -> str:
 def _when(frames: list, path: str) -> str:
     """Where a rank crashed, from its stack, innermost frame first; "" if unknown."""
     for file, line, function in frames:
-        if file == path:
+        if _is(file, path):
             return f" at {_line(path, line, function)}"
     outside = [f" outside of your file ({Path(file).name}, {function})" for file, _, function in frames
                if any(room in file for room in ROOMS)]
     return outside[0] if outside else ""
+
+
+def _is(file: str, path: str) -> bool:
+    """Whether a frame is in the file `path`. Python escapes letters such as ü where it prints stacks itself."""
+    return file in (path, path.encode("ascii", "backslashreplace").decode())
 
 
 def _line(path: str, line: str, function: str) -> str:
@@ -83,7 +88,7 @@ def _stuck(text: str, path: str) -> str:
     lines += [f"    {listed(ranks)} {place}" for place, ranks in places.items()]
     lines += [f"    the host of {listed(ranks)} {place}" for place, ranks in of_hosts.items()]
     at_the_bus = any(place.startswith(BUS) for place in places)
-    if not at_the_bus and not any(file == path for stack in stacks.values() for file, *_ in stack):
+    if not at_the_bus and not any(_is(file, path) for stack in stacks.values() for file, *_ in stack):
         lines.append("    A collective that you started and nobody waited for can hold up the next one.")
     done = [rank for rank in map(str, range(int(world_size))) if rank not in late.split(", ")]
     if done:
@@ -173,7 +178,7 @@ def brief(words: str) -> str:
 
 def _place(frames: list, path: str) -> str:
     """Where a rank is, from its stack, innermost frame first."""
-    own = next((index for index, (file, _, _) in enumerate(frames) if file == path), None)
+    own = next((index for index, (file, _, _) in enumerate(frames) if _is(file, path)), None)
     if own is None:
         outside = [(Path(file).name, function) for file, _, function in frames
                    if any(room in file for room in ROOMS)]

@@ -47,16 +47,18 @@ def give_up_root(needed: list[str], own: str) -> None:
     """Become nobody, if this is root: the owner of the folder `own` and of nothing else.
 
     If Python itself (`needed`) is in a folder that only root can read, nobody could not read it: then only root's
-    capabilities are dropped.
+    capabilities are dropped. So they are where root may not become nobody, as in some containers.
     """
     if not hasattr(os, "geteuid") or os.geteuid():
         return
-    if all(map(_open_to_all, needed)):
-        os.chown(own, NOBODY, NOBODY)
-        os.setgroups([])
-        os.setgid(NOBODY)  # for root, these calls set all three ids, also on macOS
-        os.setuid(NOBODY)
-    elif sys.platform == "linux":
+    with contextlib.suppress(OSError):
+        if all(map(_open_to_all, needed)):
+            os.chown(own, NOBODY, NOBODY)
+            os.setgroups([])
+            os.setgid(NOBODY)  # for root, these calls set all three ids, also on macOS
+            os.setuid(NOBODY)
+            return
+    if sys.platform == "linux":
         none = struct.pack("6I", *[0] * 6)
         if _libc().capset(struct.pack("Ii", 0x20080522, 0), none):
             raise OSError(ctypes.get_errno(), "capset")

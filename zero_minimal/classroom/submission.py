@@ -32,6 +32,8 @@ def syntax_error(text: str) -> str:
     try:
         with warnings.catch_warnings(action="ignore"):  # warnings matter only when it runs
             compile(text, NAME, "exec")
+    except (RecursionError, MemoryError):
+        return "the file is not Python: it nests too deep"
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         line = getattr(error, "lineno", None)
         return f"the file is not Python{f', line {line}' if line else ''}: {getattr(error, 'msg', error)}"

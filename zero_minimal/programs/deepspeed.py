@@ -99,6 +99,9 @@ class Wanted:
         total, micro, times = map(self._value, BATCHES)
         micro = self.given.get("batch") if micro is None else micro
         times = self.given.get("accumulate") if times is None else times
+        for name, value in ((MICRO, micro), (TIMES, times)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 or more, not {value}")
         if total is None:
             micro, times = micro or self.defaults["batch"], times or self.defaults["accumulate"]
         elif micro is None:
@@ -232,6 +235,7 @@ def read_flag(parser: Parser, arguments: argparse.Namespace,
     if path is None:
         return lambda settings: settings
     ranks = int(os.environ.get("WORLD_SIZE", 1)) // (1 if stage_class else arguments.model_parallel)
+    ranks = max(ranks, 1)  # too few are refused later, by the mesh
     try:
         wanted = Wanted(read(path), parser.given_values(), vars(arguments), ranks, mesh=not stage_class)
         if stage_class:

@@ -14,6 +14,7 @@ For a run with --model, also as a folder that transformers loads without zero_mi
 """
 
 import argparse
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -81,23 +82,25 @@ def write_folder(contents: Contents, folder: Path) -> None:
     dtype = next((str(tensor.dtype).removeprefix("torch.") for tensor in found.values()
                   if tensor.is_floating_point()), None)
     write_json(model | {"dtype": dtype}, folder / "config.json")
-    write_tokenizer(extra.get("settings", {}).get("tokenizer", ""), extra.get("gap") is not None, folder)
+    write_tokenizer(extra.get("settings", {}).get("tokenizer", ""), extra.get("gap"), folder)
     save(found, folder / "model.safetensors")
 
 
-def write_tokenizer(of_the_run: str, with_gap: bool, folder: Path) -> None:
-    """Write tokenizer.json, and the other file that transformers needs. with_gap: for a model that fills gaps."""
+def write_tokenizer(of_the_run: str, gap: int | None, folder: Path) -> None:
+    """Write tokenizer.json, and the other file that transformers needs. gap: the mask token of a model that has one."""
     kept = tokens.file_of(of_the_run) if of_the_run else None
     if kept is None:
-        write_json(of_bytes(with_gap), folder / "tokenizer.json")
+        write_json(of_bytes(gap is not None), folder / "tokenizer.json")
     elif kept.is_file():
         (folder / "tokenizer.json").write_bytes(kept.read_bytes())
     else:
         warnings.warn(f"the tokenizer {kept} is not there any more: copy it into the folder as tokenizer.json",
                       stacklevel=2)
         return
+    added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens", [])
     write_json({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-               | ({"mask_token": GAP} if with_gap else {}), folder / "tokenizer_config.json")
+               | {"mask_token": token["content"] for token in added if token["id"] == gap},
+               folder / "tokenizer_config.json")
 
 
 def of_bytes(with_gap: bool) -> dict:

@@ -51,7 +51,6 @@ from zero_minimal.programs.simulation import on_device
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 
-BUCKET_MB = 0.25  # small, so that the small models have several buckets
 LR = 0.02  # at the end of the warm-up, which is longer than the runs
 OF_SETTINGS = ("layers", "hidden", "heads", "sequence", "steps", "accumulate", "bucket_mb", "recompute", "lr")
 ACCOUNT = Path("/proc/self/io")  # Linux: what this process has written
@@ -192,11 +191,13 @@ class Lab:
             raise ValueError(f"train() runs on 1 rank or on all {self.ranks}, not on {ranks}: simulate() has others")
         of_setting = {name: getattr(self, name) for name in ("seed", "layers", "hidden", "heads", "sequence", "batch",
                                                              "steps")}
-        settings = Settings(**{"bucket_mb": BUCKET_MB, "lr": LR, **of_setting, **options})
+        settings = Settings(**{"lr": LR, **of_setting, **options})
         kind, rank, given = self._kind(arguments.stage if arguments else stage, offload), self.rank, {}
+        if "bucket_mb" in options:
+            given["bucket_bytes"] = int(settings.bucket_mb * 2**20)
         if ranks == 1 < self.ranks:
             self._alone = self._alone or dist.new_subgroups(1)[0]
-            rank, given = replace(rank, rank=0, world_size=1), {"group": self._alone}
+            rank, given["group"] = replace(rank, rank=0, world_size=1), self._alone
         if model is None:
             zero = loop.build(kind, settings, rank, **given)
         else:

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
         content = kept(flags.json, plan, flags.again)
         if flags.reviews or flags.imdb or missing(content, plan):
             run_missing(content, plan, flags)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: no folder for downloads
         parser.error(str(error))
     report.say(describe(content))
     if flags.plot:

@@ -38,7 +38,11 @@ def write(text: str, path: Path) -> None:
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
     """A context that yields another name to write a file under; at its end the file gets its own name. So a reader sees
-    all of it, or the old one."""
+    all of it, or the old one. What is no regular file, /dev/stdout say, is written itself."""
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = path.resolve()  # what a link names, and not the link
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield part

@@ -64,9 +64,15 @@ def read_flags(parser: Parser, arguments: argparse.Namespace) -> Flags:
     if arguments.resume == "auto" and arguments.save is None:
         parser.error("--resume auto looks in the folder of --save: give --save DIR, too; or --resume DIR")
     if arguments.save is not None:
-        _check_folder(parser, arguments.save, is_new=arguments.resume is None)
+        _check_folder(parser, arguments.save, is_new=not _goes_on_in(arguments.save, arguments.resume))
     given = {flag: getattr(arguments, flag) for flag in ("every", "keep") if getattr(arguments, flag) is not None}
     return Flags(save=arguments.save, resume=arguments.resume or "", **given)
+
+
+def _goes_on_in(folder: Path, resume: str | None) -> bool:
+    """Whether --resume names a checkpoint of this folder, or the newest of them."""
+    return resume == "auto" or resume is not None and folder.resolve() in (Path(resume).resolve(),
+                                                                           Path(resume).resolve().parent)
 
 
 def _check_folder(parser: Parser, folder: Path, is_new: bool) -> None:
@@ -126,6 +132,10 @@ class Checkpoints:
         if not isinstance(extra, dict) or not extra.keys() >= KEPT:
             self._refuse("this checkpoint was not written by --save")
         self._compare(extra.get("settings", {}), extra.get("model"), extra.get("world_size", self.rank.world_size))
+        options = self.settings.optimizer_options()
+        del options["lr"]  # which the schedule sets, as these settings say
+        for group in self.zero.optimizer.param_groups:
+            group.update(options)
         self.batches.skip(extra["batches"])
         if self.scaler and extra["scaler"]:
             self.scaler.load_state_dict(extra["scaler"])

@@ -34,7 +34,7 @@ def unit(report: dict) -> str:
 def configuration(settings: Settings) -> dict:
     """What a checkpoint keeps besides the settings: {"model": the entries of its config.json, "gap": the mask token, or
     None}, {} for our GPT."""
-    return {"model": settings.foreign.entries(), "gap": settings.gap} if settings.model else {}
+    return {"model": settings.foreign.entries, "gap": settings.gap} if settings.model else {}
 
 
 def differ(before: dict | None, settings: Settings) -> str:

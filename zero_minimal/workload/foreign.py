@@ -87,7 +87,7 @@ class ForeignModel:
         """The library's configuration object, without the cache for generation."""
         transformers, entries = library(), None
         try:
-            entries = self.entries()
+            entries = self.entries
             config = transformers.AutoConfig.for_model(**entries)
         except Exception as error:  # the library has its own classes
             reason = _reason(error, entries, getattr(transformers, "CONFIG_MAPPING", ()))
@@ -114,9 +114,10 @@ class ForeignModel:
         return {"name": type(model).__name__, "vocabulary": self.config.vocab_size,
                 "parameters": sum(param.numel() for param in model.parameters())}
 
+    @functools.cached_property
     def entries(self) -> dict:
-        """The contents of its file."""
-        return json.loads(Path(self.file).read_text())
+        """The contents of its file, which may change while the model trains."""
+        return json.loads(Path(self.file).read_text(encoding="utf-8"))
 
     def differences(self, entries: dict) -> dict:
         """Where a model with these entries differs from this one: {name: (there, here)}. Entries

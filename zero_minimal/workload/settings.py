@@ -65,7 +65,7 @@ class Settings:
             raise ValueError("--tokenizer is for --model: the GPT here reads bytes")
         else:
             self.model_config()  # GPTConfig knows which sizes fit together
-        for name in ("batch", "steps", "accumulate"):
+        for name in ("sequence", "batch", "steps", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
         for name in ("bucket_mb", "lr"):
@@ -257,7 +257,11 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
 def output_file(path: str) -> Path:
     """The type of a flag that names an output file: refuses a file that cannot be written."""
     file = Path(path)
-    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+    # a file is written beside it and renamed, anything else (a pipe, say) itself
+    needed = [file] if file.exists() else []
+    if file.is_file() or not needed:
+        needed.append(file.resolve().parent)
+    if file.is_dir() or not all(os.access(each, os.W_OK) for each in needed):
         raise argparse.ArgumentTypeError(f"{path!r} cannot be written: name a file in a folder "
                                          "that exists")
     return file
