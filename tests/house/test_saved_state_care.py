@@ -1,7 +1,10 @@
 """What would be lost, mixed or deleted without a word is refused, or does not happen."""
 
+import copy
 import os
 import re
+import signal
+import threading
 import warnings
 
 import pytest
@@ -11,7 +14,8 @@ import toys
 from house.saved_models import names, wrapped
 from torch import nn
 
-from zero_minimal.checkpoint import as_json, saved_state, saving, state_folder
+from zero_minimal import offload, stage1, stage3
+from zero_minimal.checkpoint import as_json, resharding, saved_state, saving, state_folder
 from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.extensions.averages import Average
 from zero_minimal.processes import ranks
@@ -305,6 +309,64 @@ def found_by(tmp_path_factory):
     """function → what each rank found."""
     every = toys.run(each, 2, tmp_path_factory.mktemp("care"))
     return lambda function: [found[function.__name__] for found in every]
+
+
+# ------------------------------------------------------------------------------------- Ctrl-C, and edits by hand
+
+
+def ctrl_c(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("owner, name", ((resharding.Writer, "write_data"), (dist, "scatter_object_list")))
+def test_ctrl_c_ends_a_save_and_the_next_one_works(owner, name, tmp_path):
+    def interrupted():
+        zero = stage1.Stage1(nn.Linear(4, 4), torch.optim.SGD, lr=0.1)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, ctrl_c)
+            saved_state.save(zero, tmp_path)
+        return saved_state.save(zero, tmp_path), [path.name for path in tmp_path.iterdir()]
+
+    assert toys.run(interrupted, 1) == [(tmp_path / "step-00000000", ["step-00000000"])]
+
+
+def test_a_wait_that_ctrl_c_ends_leaves_the_save_to_be_waited_for(tmp_path):
+    def interrupted():
+        zero = stage1.Stage1(nn.Linear(4, 4), torch.optim.SGD, lr=0.1)
+        gate, read = threading.Event(), resharding.ChunkSaver.resolve_data
+        resharding.ChunkSaver.resolve_data = lambda *args: gate.wait(20) and read(*args)
+        saving_one = saved_state.async_save(zero, tmp_path)
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            saving_one.wait()
+        left = saving_one in saving._under_way
+        gate.set()
+        return left, saving_one.wait().name, saving_one in saving._under_way
+
+    assert toys.run(interrupted, 1, fresh=True) == [(True, "step-00000000", False)]
+
+
+@pytest.mark.parametrize("kind", (stage1.Stage1, stage3.Stage3, offload.Offloaded3))
+def test_an_edit_between_steps_is_saved(kind, tmp_path):
+    """At stage 3 the root is whole then, and the edit is not in its shard yet."""
+    def edited():
+        model = nn.Linear(4, 4)
+        zero = kind(model, torch.optim.SGD, lr=0.1)
+        model(torch.ones(1, 4))
+        with torch.no_grad():
+            model.weight.fill_(2.0)
+        saved_state.save(zero, tmp_path)
+        state = copy.deepcopy(zero.state_dict())
+        found = []
+        for load in (lambda: zero.load_state_dict(state), lambda: saved_state.load(zero, tmp_path)):
+            with zero.gather_parameters(), torch.no_grad():
+                model.weight.zero_()
+            load()
+            with zero.gather_parameters():
+                found.append(model.weight.unique().tolist())
+        return found
+
+    assert toys.run(edited, 1) == [[[2.0], [2.0]]]
 
 
 def test_json_takes_a_conjugate():

@@ -2,8 +2,8 @@
 
 step() changes the state to save, and edits by hand do. So a thread writes it during the next
 forward and backward, in the order in which step() updates it. Before each bucket step() waits until
-the bucket's bytes are handed to the system; gather_parameters() waits for all of them. Nothing is
-copied: memory does not grow.
+the bucket's bytes are handed to the system; gather_parameters() waits for all of them. Nothing but
+buffers is copied: memory hardly grows.
 """
 
 import json
@@ -17,8 +17,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from zero_minimal.checkpoint import as_json, local_chunks, state_folder
-from zero_minimal.checkpoint.sharded_state import check_moment
-from zero_minimal.core import precision, random_state
+from zero_minimal.checkpoint.sharded_state import check_moment, keep_edits
+from zero_minimal.core import random_state
 from zero_minimal.guards.collective_fingerprint import CHECKPOINT
 from zero_minimal.guards.same_on_all_ranks import numbers_of_all_ranks
 from zero_minimal.guards.training_moment import steps_taken
@@ -50,26 +50,33 @@ class Saving:
         """
         from torch.distributed.checkpoint import CheckpointException
 
-        if self in _under_way:
-            _under_way.remove(self)
         try:
             return self.future.result().planner_data
         except CheckpointException as error:  # no Exception: `except Exception` would miss it
+            _give_up(self.writer)
             rank, reason = first_of(error)
         finally:
+            if self.done and self in _under_way:  # Ctrl-C ends the wait, and not the writing
+                _under_way.remove(self)
             if self.writer.warning:
                 warnings.warn(self.writer.warning, stacklevel=3)
-        if self.writer.own is not None:
-            state_folder.give_up(self.writer.own)
         step = self.writer.facts["step"]
         which = "the checkpoint" if step is None else f"the checkpoint of step {step}"
         raise NotSaved(f"{which} was not written to {self.writer.folder}: rank {rank}: {reason}; "
                        "what was there before still is")
 
 
+def _give_up(writer) -> None:
+    if writer.own is not None:  # on rank 0
+        state_folder.give_up(writer.own)
+
+
 def first_of(error: BaseException) -> tuple[int, BaseException]:
-    """A rank that failed, and its error, from what DCP raises on all ranks."""
+    """A rank that failed, and its error, from what DCP raises on all ranks. Ctrl-C and sys.exit(),
+    which DCP catches, too, are raised here."""
     rank, (reason, _) = next(iter(error.failures.items()))
+    if not isinstance(reason, Exception):
+        raise reason from None
     return rank, reason
 
 
@@ -87,8 +94,7 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
     buckets = holding.stage.buckets
     if any(bucket.away is not None for bucket in buckets):
         meanwhile = False  # the bus must carry the state before training uses it again
-    for bucket in buckets:
-        precision.keep_changes(bucket)
+    keep_edits(holding.stage)
     facts = {"step": step, "extra": encoded, **local_chunks.facts_of(holding)}
     own = {"data_rank": holding.data_rank,
            "random": as_json.encoded(random_state.random_state())}
@@ -97,7 +103,11 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
     asked = dict(storage_writer=writer, planner=ChunkSaver(to_save, own),
                  process_group=group_to_save(holding.group))
     leaving = {local.bucket for local in to_save}  # of others only padding is here
-    future = _begin(asked, [bucket for bucket in buckets if bucket in leaving], meanwhile)
+    try:
+        future = _begin(asked, [bucket for bucket in buckets if bucket in leaving], meanwhile)
+    except BaseException:
+        _give_up(writer)
+        raise
     _under_way.append(saving := Saving(future, writer))
     return saving
 
@@ -107,14 +117,14 @@ def _begin(asked: dict, buckets: list, meanwhile: bool) -> Future:
     the metadata, or the failures that DCP reports to all ranks."""
     from torch.distributed import checkpoint as dcp
 
-    def let_go(_=None):
-        for bucket in buckets:
-            if bucket.leaving:
-                bucket.leaving.set()
+    future, events = Future(), [threading.Event() for _ in buckets]
+    for bucket, event in zip(buckets, events, strict=True):
+        bucket.leaving = event
 
-    future = Future()
-    for bucket in buckets:
-        bucket.leaving = threading.Event()
+    def let_go(_=None):  # of this checkpoint alone: the next may have begun
+        for event in events:
+            event.set()
+
     try:
         if meanwhile:
             future = dcp.async_save({}, **asked)

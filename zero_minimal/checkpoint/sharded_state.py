@@ -29,8 +29,7 @@ def state_dict(stage) -> dict:
     Raises: RuntimeError while gradients wait for a step: a state holds no gradients.
     """
     check_moment(stage)
-    for bucket in stage.buckets:
-        precision.keep_changes(bucket)
+    keep_edits(stage)
     shards = [bucket.master.data if bucket.trained else bucket.parameter_shard
               for bucket in stage.all_buckets]
     return _facts(stage) | {
@@ -133,8 +132,18 @@ def fill_buffers(model: nn.Module, new: dict[str, torch.Tensor]) -> None:
     """Give buffers new values; only where they differ, since an expanded one (a mask, say) cannot
     be written."""
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in new and not torch.equal(buffer, new[name]):
+        if name in new and not torch.equal(buffer, new[name].to(buffer.device)):
             buffer.copy_(new[name])
+
+
+def keep_edits(stage) -> None:
+    """What was edited by hand comes to the shards, at stage 3 from the units that are whole; and
+    from shards to masters in another dtype, or on a host."""
+    for unit in getattr(stage, "units", ()):
+        for bucket in unit.buckets if unit.whole else ():
+            bucket.parameter_shard.copy_(bucket.shard(bucket.parameters, stage.rank))
+    for bucket in stage.buckets:
+        precision.keep_changes(bucket)
 
 
 def check_moment(stage) -> None:

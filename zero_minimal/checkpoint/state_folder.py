@@ -86,7 +86,9 @@ def _order(path: Path) -> tuple[int, int]:
 
 
 def next_step(folder: Path) -> int:
-    """One more than the newest checkpoint's."""
+    """One more than the newest checkpoint's. Raises: ValueError if `folder` is one itself."""
+    if (folder / CONTENTS).is_file():
+        raise ValueError(f"{folder} is itself a checkpoint: save to the folder that it is in")
     newest = finished(folder)[:1]
     return _order(newest[0])[1] + 1 if newest else 0
 
@@ -230,6 +232,7 @@ def publish(written: Path, step: int, keep: int) -> Path:
     os.rename(written, final)  # overwrites nothing: the name is new
     _unlock(written)
     _sync_folder(folder)
+    _passed_over.discard(final)
     for old in [path for path in finished(folder) if path not in _passed_over][keep:]:
         leaving = folder / f"{LEAVING}{old.name}"
         with contextlib.suppress(OSError):

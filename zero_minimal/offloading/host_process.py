@@ -196,9 +196,11 @@ class Host:
             return
         if process.exitcode < 0:
             self.words += f" (killed by {signal.Signals(-process.exitcode).name})"
-        if process.exitcode != 0:  # 0: the host has sent the error that ended it
+        if process.exitcode != 0:
             print(self.words, file=sys.stderr, flush=True)
         self.gone.set()
+        if process.exitcode == 0:  # it has sent its error: the next use of the bus raises that
+            return
         time.sleep(PATIENCE)
         if not self.told:
             os._exit(1)

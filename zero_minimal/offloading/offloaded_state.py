@@ -19,6 +19,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from zero_minimal.checkpoint.sharded_state import keep_edits
 from zero_minimal.core import optimizers
 from zero_minimal.core.layout import Bucket
 from zero_minimal.guards.same_on_all_ranks import checksum
@@ -77,16 +78,16 @@ class OffloadedState:
 
 
 def stand_in(numel: int, dtype: torch.dtype) -> Tensor:
-    """A tensor [numel] in the memory of one element: a NaN, not to compute with."""
-    return torch.full((), float("nan"), dtype=dtype, device="cpu").expand(numel)
+    """A tensor [numel] in the memory of one element: a NaN (or 0), not to compute with."""
+    nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), nothing, dtype=dtype, device="cpu").expand(numel)
 
 
 @contextlib.contextmanager
 def all_here(stage) -> Iterator[None]:
     """Context in which a stage holds its masters and optimizer state, like a stage without a host.
     Its memory grows by all of them."""
-    for bucket in stage.buckets:
-        bucket.away.keep_changes(bucket)
+    keep_edits(stage)
     on_host, state = stage.optimizer.state, defaultdict(dict)
     placeholders = {bucket: bucket.master.data for bucket in stage.buckets}
     try:

@@ -72,7 +72,7 @@ def _heeded() -> Iterator[None]:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(reader,), daemon=True).start()
     _in_program = True
     try:
@@ -81,7 +81,7 @@ def _heeded() -> Iterator[None]:
         stop(traceback.extract_tb(error.__traceback__))
     finally:
         _in_program = False
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(before)
         os.close(writer)
 
 
@@ -92,6 +92,7 @@ def _watch(reader: int) -> None:
             time.sleep(PATIENCE)
             frame = sys._current_frames().get(threading.main_thread().ident)
             stop(traceback.extract_stack(frame))
+    os.close(reader)
 
 
 def stop(stack: traceback.StackSummary) -> NoReturn:
