@@ -3,7 +3,6 @@
 import copy
 import os
 import re
-import signal
 import threading
 import warnings
 
@@ -334,10 +333,10 @@ def test_a_wait_that_ctrl_c_ends_leaves_the_save_to_be_waited_for(tmp_path):
     def interrupted():
         zero = stage1.Stage1(nn.Linear(4, 4), torch.optim.SGD, lr=0.1)
         gate, read = threading.Event(), resharding.ChunkSaver.resolve_data
-        resharding.ChunkSaver.resolve_data = lambda *args: gate.wait(20) and read(*args)
+        resharding.ChunkSaver.resolve_data = lambda *args: gate.wait(60) and read(*args)
         saving_one = saved_state.async_save(zero, tmp_path)
-        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(saving_one.future, "result", ctrl_c)
             saving_one.wait()
         left = saving_one in saving._under_way
         gate.set()
@@ -366,7 +365,8 @@ def test_an_edit_between_steps_is_saved(kind, tmp_path):
                 found.append(model.weight.unique().tolist())
         return found
 
-    assert toys.run(edited, 1) == [[[2.0], [2.0]]]
+    fresh = kind is offload.Offloaded3  # its host ends with its rank
+    assert toys.run(edited, 1, fresh=fresh) == [[[2.0], [2.0]]]
 
 
 def test_json_takes_a_conjugate():
