@@ -36,7 +36,7 @@ from zero_minimal.offloading.host_link import Bus, NotSent, OtherSideGone, Parce
 from zero_minimal.offloading.pinned_link import PinnedBus
 from zero_minimal.processes import interrupts, joining, ranks
 
-GRACE = 0.7  # seconds in which the host may still read "end"
+GRACE = 0.2  # seconds in which the host may still read "end"
 PATIENCE = 5  # seconds in which a rank may fail by itself
 # the host ignores these: the rank may want to save before it ends, and needs the host for that
 THE_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -316,7 +316,7 @@ def _serve(serve: Callable, there: Bus) -> None:
     try:
         serve(there)
     except OtherSideGone:
-        time.sleep(1)  # _end_with_rank prints the reason before
+        time.sleep(1)  # _end_with_rank prints the reason
     except BaseException:
         with contextlib.suppress(OtherSideGone):
             there.send(("failed", traceback.format_exc()))

@@ -77,7 +77,7 @@ def _of_archive(content: bytes, path: Path) -> bytes:
 def parse(text: str, name: str = "the text") -> list[Review]:
     """Reviews from lines of number, rating and sentence. Raises: ValueError for other lines."""
     reviews = []
-    for number, line in enumerate(text.rstrip().split("\n"), 1):
+    for number, line in enumerate(re.split("\r?\n", text.rstrip()), 1):
         parts = line.split("\t")
         try:
             _, rating, sentence = parts
