@@ -86,10 +86,8 @@ def _order(path: Path) -> tuple[int, int]:
 
 
 def next_step(folder: Path) -> int:
-    """One more than the newest checkpoint's. Raises: ValueError if `folder` is one itself."""
-    if (folder / CONTENTS).is_file():
-        raise ValueError(f"{folder} is itself a checkpoint: save to the folder that it is in")
-    newest = finished(folder)[:1]
+    """One more than the newest checkpoint's. A folder that is one itself is left to begin()."""
+    newest = [path for path in finished(folder)[:1] if path != folder]
     return _order(newest[0])[1] + 1 if newest else 0
 
 

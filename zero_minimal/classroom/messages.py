@@ -59,14 +59,14 @@ def of_failure(error: Exception, path: str) -> str:
 def _when(frames: list, path: str) -> str:
     """Where a rank crashed, from its stack, innermost frame first; "" if unknown."""
     for file, line, function in frames:
-        if _is(file, path):
+        if _same_file(file, path):
             return f" at {_line(path, line, function)}"
     outside = [f" outside of your file ({Path(file).name}, {function})" for file, _, function in frames
                if any(room in file for room in ROOMS)]
     return outside[0] if outside else ""
 
 
-def _is(file: str, path: str) -> bool:
+def _same_file(file: str, path: str) -> bool:
     """Whether a frame is in the file `path`. Python escapes letters such as ü where it prints stacks itself."""
     return file in (path, path.encode("ascii", "backslashreplace").decode())
 
@@ -88,7 +88,7 @@ def _stuck(text: str, path: str) -> str:
     lines += [f"    {listed(ranks)} {place}" for place, ranks in places.items()]
     lines += [f"    the host of {listed(ranks)} {place}" for place, ranks in of_hosts.items()]
     at_the_bus = any(place.startswith(BUS) for place in places)
-    if not at_the_bus and not any(_is(file, path) for stack in stacks.values() for file, *_ in stack):
+    if not at_the_bus and not any(_same_file(file, path) for stack in stacks.values() for file, *_ in stack):
         lines.append("    A collective that you started and nobody waited for can hold up the next one.")
     done = [rank for rank in map(str, range(int(world_size))) if rank not in late.split(", ")]
     if done:
@@ -178,7 +178,7 @@ def brief(words: str) -> str:
 
 def _place(frames: list, path: str) -> str:
     """Where a rank is, from its stack, innermost frame first."""
-    own = next((index for index, (file, _, _) in enumerate(frames) if _is(file, path)), None)
+    own = next((index for index, (file, _, _) in enumerate(frames) if _same_file(file, path)), None)
     if own is None:
         outside = [(Path(file).name, function) for file, _, function in frames
                    if any(room in file for room in ROOMS)]

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 
 import torch
 
+from zero_minimal.guards.changed_in_forward import as_before
 from zero_minimal.guards.training_moment import steps_taken
 from zero_minimal.guards.used_gradients import accumulated
 
@@ -63,22 +64,16 @@ class Average:
         if accumulated(self.zero.reducer):
             raise RuntimeError("gradients wait for the next zero.step(): enter in_place() after it")
         steps = steps_taken(self.zero)
-        params = tuple(param for bucket in self.zero.all_buckets for param in bucket.params)
-        # at the end they are as before, so a graph from before stays valid
-        kept = torch.autograd._unsafe_preserve_version_counter(params)
-        edits = {param: param._zero_edits for param in params if hasattr(param, "_zero_edits")}
         weights = [shard.clone() for shard in self.zero.state_dict()["shards"]]
         means = dict(zip(self.zero.buckets, self.shards, strict=True))
         pairs = zip(self.zero.all_buckets, weights, strict=True)
         averaged = [means.get(bucket, shard) for bucket, shard in pairs]  # frozen ones stay
-        self.zero.load_shards(averaged)
-        try:
-            yield
-            if steps_taken(self.zero) != steps:
-                raise RuntimeError("the averages are for evaluation: call zero.step() outside "
-                                   "in_place()")
-        finally:
-            with kept:
+        with as_before(param for bucket in self.zero.all_buckets for param in bucket.params):
+            self.zero.load_shards(averaged)
+            try:
+                yield
+                if steps_taken(self.zero) != steps:
+                    raise RuntimeError("the averages are for evaluation: call zero.step() outside "
+                                       "in_place()")
+            finally:
                 self.zero.load_shards(weights)
-            for param, counted in edits.items():
-                param._zero_edits = counted

@@ -10,7 +10,8 @@ Seams: wrapped, followed, backward_begins, gradients_reduced, gradients_asked, g
 update_begins, update_ends, parameters_edited, parameter_moves.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -73,6 +74,20 @@ def all_alike(params: Iterable[torch.nn.Parameter]) -> None:
     """Count edits from here on."""
     for param in params:
         param._zero_edits = param._version
+
+
+@contextmanager
+def as_before(params: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Context at whose end the parameters have the values of before. So autograd's versions are as
+    before, too (a graph from before stays valid), and what happens inside counts as no edit."""
+    params = tuple(params)
+    edits = {param: param._zero_edits for param in params if hasattr(param, "_zero_edits")}
+    with torch.autograd._unsafe_preserve_version_counter(params):
+        try:
+            yield
+        finally:
+            for param, counted in edits.items():
+                param._zero_edits = counted
 
 
 def _edits(param: torch.nn.Parameter) -> int:

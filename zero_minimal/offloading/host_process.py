@@ -194,13 +194,13 @@ class Host:
         process.join()
         if self.ended:
             return
+        if process.exitcode == 0:  # it has sent its error: the next use of the bus raises that
+            self.gone.set()
+            return
         if process.exitcode < 0:
             self.words += f" (killed by {signal.Signals(-process.exitcode).name})"
-        if process.exitcode != 0:
-            print(self.words, file=sys.stderr, flush=True)
+        print(self.words, file=sys.stderr, flush=True)
         self.gone.set()
-        if process.exitcode == 0:  # it has sent its error: the next use of the bus raises that
-            return
         time.sleep(PATIENCE)
         if not self.told:
             os._exit(1)

@@ -257,10 +257,9 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
 def output_file(path: str) -> Path:
     """The type of a flag that names an output file: refuses a file that cannot be written."""
     file = Path(path)
-    # a file is written beside it and renamed, anything else (a pipe, say) itself
-    needed = [file] if file.exists() else []
-    if file.is_file() or not needed:
-        needed.append(file.resolve().parent)
+    # it is written under another name and renamed, but for a pipe, say, which is written itself
+    renamed = file.is_file() or not file.exists()
+    needed = [file] * file.exists() + [file.resolve().parent] * renamed
     if file.is_dir() or not all(os.access(each, os.W_OK) for each in needed):
         raise argparse.ArgumentTypeError(f"{path!r} cannot be written: name a file in a folder "
                                          "that exists")
